@@ -1,0 +1,351 @@
+"""The configuration schema: one dataclass a section, one root a command.
+
+Defaults are those of a small, sane run; ``conf/`` holds model presets and recipes on top. Strings such as
+``${model.path}`` are OmegaConf interpolations: a role follows the top-level ``model`` section unless it is
+overridden field by field. Imports without torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from omegaconf import II, MISSING
+
+from aligner.config.section import Section
+
+# --------------------------------------------------------------------------- shared sections
+
+
+@dataclass
+class RunConfig(Section):
+    """Where a run lives. ``dir`` empty: ``runs/<command>/<date>-<time>``, decided once by the launcher."""
+
+    dir: Optional[str] = None
+
+
+@dataclass
+class TrainerConfig(Section):
+    """Steps, cadence, seed and local processes."""
+
+    devices: int = 1  # local ranks that `aligner` starts when it is not already under torchrun or srun
+    threads: Optional[int] = None  # CPU threads a rank; empty: cores // local ranks
+    max_steps: int = 100
+    val_check_interval: int = 0  # steps between validations; 0: only at the end
+    save_interval: int = 0  # steps between checkpoints; 0: only at the end
+    seed: int = 1234
+
+
+@dataclass
+class ModelConfig(Section):
+    """An architecture: a Hugging Face directory (or hub id) and how to compute with it."""
+
+    path: str = MISSING
+    tokenizer: Optional[str] = None  # empty: the tokenizer in `path`
+    dtype: str = "bfloat16"  # bfloat16 | float32
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+
+
+@dataclass
+class RoleModelConfig(Section):
+    """A role's model: follows the top-level ``model`` section unless overridden."""
+
+    path: str = II("model.path")
+    tokenizer: Optional[str] = II("model.tokenizer")
+    dtype: str = II("model.dtype")
+    hidden_dropout: float = II("model.hidden_dropout")
+    attention_dropout: float = II("model.attention_dropout")
+
+
+@dataclass
+class ParallelConfig(Section):
+    """Parallel degrees, under Megatron's names. Data parallelism is what is left of the world size."""
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int = 1
+    sequence_parallel: bool = False
+
+
+@dataclass
+class ActorParallelConfig(ParallelConfig):
+    """The layout of the actor; the other roles follow it unless overridden."""
+
+
+@dataclass
+class FollowActorParallelConfig(Section):
+    """Parallel degrees of a role that follows the actor's unless overridden."""
+
+    tensor_model_parallel_size: int = II("actor.parallel.tensor_model_parallel_size")
+    pipeline_model_parallel_size: int = II("actor.parallel.pipeline_model_parallel_size")
+    virtual_pipeline_model_parallel_size: int = II("actor.parallel.virtual_pipeline_model_parallel_size")
+    context_parallel_size: int = II("actor.parallel.context_parallel_size")
+    expert_model_parallel_size: int = II("actor.parallel.expert_model_parallel_size")
+    expert_tensor_parallel_size: int = II("actor.parallel.expert_tensor_parallel_size")
+    sequence_parallel: bool = II("actor.parallel.sequence_parallel")
+
+
+@dataclass
+class OptimizerConfig(Section):
+    """Adam and its learning-rate schedule. The schedule is defined against ``decay_steps``, which is saved."""
+
+    lr: float = 1e-5
+    min_lr: float = 0.0
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0  # 0: no clipping
+    schedule: str = "cosine"  # cosine | linear | constant
+    warmup_steps: int = 0
+    decay_steps: Optional[int] = None  # empty: trainer.max_steps of the first life of the run
+    use_distributed_optimizer: bool = True
+
+
+@dataclass
+class SamplingConfig(Section):
+    """How responses are sampled. ``temperature: 0`` is greedy."""
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    stop_strings: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)  # besides the tokenizer's end-of-turn ids
+
+
+@dataclass
+class GenerationConfig(Section):
+    """The engine that samples responses, and its size."""
+
+    engine: str = "megatron"
+    max_batch_size: int = 64  # sequences decoded together on one data-parallel rank
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+
+@dataclass
+class FrozenRoleConfig(Section):
+    """A role that is never trained (reference)."""
+
+    model: RoleModelConfig = field(default_factory=RoleModelConfig)
+    parallel: FollowActorParallelConfig = field(default_factory=FollowActorParallelConfig)
+    placement: str = "all"  # the set of ranks that holds the role
+    offload: str = "none"
+    init_from: Optional[str] = None  # HF directory, run directory or checkpoint; empty: model.path
+
+
+@dataclass
+class ActorConfig(Section):
+    """The policy that is trained."""
+
+    model: RoleModelConfig = field(default_factory=RoleModelConfig)
+    parallel: ActorParallelConfig = field(default_factory=ActorParallelConfig)
+    placement: str = "all"
+    offload: str = "none"
+    init_from: Optional[str] = None
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+@dataclass
+class ReferenceConfig(FrozenRoleConfig):
+    """The frozen policy that KL is measured against; starts where the actor starts."""
+
+    init_from: Optional[str] = II("actor.init_from")
+
+
+@dataclass
+class CriticConfig(Section):
+    """The value model. ``init_from`` is ``reward`` (default), ``actor``, or a path like any role's."""
+
+    model: RoleModelConfig = field(default_factory=RoleModelConfig)
+    parallel: FollowActorParallelConfig = field(default_factory=FollowActorParallelConfig)
+    placement: str = "all"
+    offload: str = "none"
+    init_from: str = "reward"
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+@dataclass
+class RewardConfig(FrozenRoleConfig):
+    """What scores whole responses: a trained reward model (``init_from``) or a Python ``function``.
+
+    ``function`` is ``path/to/file.py:name``; see ``aligner/rewards/protocol.py`` for its signature.
+    Exactly one of ``init_from`` and ``function`` is given.
+    """
+
+    function: Optional[str] = None
+    standardize: bool = True  # (score - mean) / std with the statistics stored in the reward model's checkpoint
+
+
+# --------------------------------------------------------------------------- data sections
+
+
+@dataclass
+class TextDataConfig(Section):
+    """Training data of SFT and of the reward model: JSONL paths, or ``builtin:<name>``."""
+
+    train: str = MISSING
+    validation: Optional[str] = None
+    sequence_length: int = 1024  # longest sample in tokens
+    pack_length: int = 1024  # tokens of one micro-batch (several samples packed); at least sequence_length
+    global_batch_size: int = 16  # samples (SFT) or pairs (reward model) an optimizer step, over all ranks
+    too_long: str = "drop"  # drop | truncate: what happens to samples over sequence_length (counted, reported)
+    filter: Optional[str] = None  # path/to/file.py:name, called with the raw row (a dict); False drops the row
+
+
+@dataclass
+class PromptDataConfig(Section):
+    """Prompts of PPO, generation and evaluation."""
+
+    prompts: str = "builtin:prompts_train.jsonl"
+    validation_prompts: Optional[str] = "builtin:prompts_heldout.jsonl"
+    max_prompt_length: int = 256  # tokens, chat template included
+    too_long: str = "drop"  # drop | truncate (keeps the last tokens)
+    pack_length: int = 1024
+    filter: Optional[str] = None
+
+
+# --------------------------------------------------------------------------- algorithm sections
+
+
+@dataclass
+class KLConfig(Section):
+    """KL penalty in the reward: fixed, or adaptive (Ziegler et al. 2019, arXiv:1909.08593)."""
+
+    controller: str = "fixed"  # fixed | adaptive
+    coef: float = 0.05
+    target: float = 6.0  # adaptive only: wanted KL a response, in nats
+    horizon: int = 10000  # adaptive only: samples
+
+
+@dataclass
+class PPOConfig(Section):
+    """PPO (Schulman et al. 2017, arXiv:1707.06347) as used for RLHF."""
+
+    rollout_batch_size: int = 16  # prompts a step, over all ranks
+    samples_per_prompt: int = 1
+    mini_batch_size: int = 16  # samples an optimizer step, over all ranks
+    ppo_epochs: int = 1
+    clip_ratio: float = 0.2
+    value_clip: float = 0.2
+    entropy_coef: float = 0.0
+    discount: float = 1.0
+    gae_lambda: float = 0.95
+    whiten_advantages: bool = True
+    critic_warmup_steps: int = 0  # first steps in which only the critic learns
+    truncation: str = "bootstrap"  # bootstrap | penalize | mask: responses cut at max_new_tokens
+    truncation_penalty: float = 1.0  # penalize only: subtracted from the score
+    validation_prompts: int = 32  # how many of data.validation_prompts are sampled at a validation
+    self_check: bool = True  # step-0 checks; a failed one stops the run
+    self_check_tolerance: float = MISSING  # engine vs trainer log-probs, nats; conf/ppo.yaml
+    kl: KLConfig = field(default_factory=KLConfig)
+
+
+# --------------------------------------------------------------------------- roots, one a command
+
+
+@dataclass
+class SFTRoot(Section):
+    """``aligner sft``."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: TextDataConfig = field(default_factory=TextDataConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+
+
+@dataclass
+class TrainedRewardConfig(Section):
+    """The reward model while it is being trained (``aligner rm``)."""
+
+    model: RoleModelConfig = field(default_factory=RoleModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    placement: str = "all"
+    offload: str = "none"
+    init_from: Optional[str] = None
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+@dataclass
+class RMRoot(Section):
+    """``aligner rm``."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: TextDataConfig = field(default_factory=TextDataConfig)
+    reward: TrainedRewardConfig = field(default_factory=TrainedRewardConfig)
+
+
+@dataclass
+class PPORoot(Section):
+    """``aligner ppo``."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: PromptDataConfig = field(default_factory=PromptDataConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    ppo: PPOConfig = field(default_factory=PPOConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+
+
+@dataclass
+class GenerateRoot(Section):
+    """``aligner generate``: samples responses to prompts into a JSONL file."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: PromptDataConfig = field(default_factory=PromptDataConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    output: str = MISSING  # JSONL file to write
+    limit: Optional[int] = None  # first N prompts only
+    samples_per_prompt: int = 1
+    overwrite: bool = False
+
+
+@dataclass
+class EvaluationConfig(Section):
+    """What is compared and how."""
+
+    checkpoints: dict[str, str] = field(default_factory=dict)  # name: HF directory, run directory or checkpoint
+    baseline: Optional[str] = None  # name that win rates are measured against; empty: the first
+    kl_from: Optional[str] = None  # name that KL is measured from; empty: the first
+    limit: Optional[int] = None  # first N prompts only
+    rule: Optional[str] = "concise"  # built-in rule judge; empty: none
+    bootstrap_samples: int = 2000
+    confidence: float = 0.95
+
+
+@dataclass
+class EvaluateRoot(Section):
+    """``aligner evaluate``: compares checkpoints on fixed prompts."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: PromptDataConfig = field(default_factory=PromptDataConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)  # layout and dtype of the compared policies
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+
+ROOTS: dict[str, type[Any]] = {
+    "sft": SFTRoot,
+    "rm": RMRoot,
+    "ppo": PPORoot,
+    "generate": GenerateRoot,
+    "evaluate": EvaluateRoot,
+}
