@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from aligner.data.plugin import load_function
-from aligner.distributed import collectives
+from aligner.distributed.collectives import agree, broadcast_object
+from aligner.distributed.platform import rank
 from aligner.errors import AlignerError, DataError
 from aligner.rewards.protocol import RewardOutput, RewardRequest
 
@@ -23,19 +24,19 @@ class FunctionReward:
 
     def __init__(self, spec: str) -> None:
         self.spec = spec
-        self.function: Callable[[Sequence[RewardRequest]], Any] = load_function(spec)
+        self.function: Callable[[Sequence[RewardRequest]], Any] = load_function(spec, "reward.function", ["requests"])
 
     def score(self, requests: Sequence[RewardRequest]) -> RewardOutput:
         """Collective. DataError: the function raised, or returned anything but one finite number for each request."""
         scores: list[float] = []
         error: Exception | None = None
-        if collectives.rank() == 0:
+        if rank() == 0:
             try:
                 scores = self._call(requests)
             except AlignerError as raised:
                 error = raised
-        collectives.agree(error)
-        return RewardOutput(torch.tensor(collectives.broadcast_object(scores), dtype=torch.float32))
+        agree(error)
+        return RewardOutput(torch.tensor(broadcast_object(scores), dtype=torch.float32))
 
     def _call(self, requests: Sequence[RewardRequest]) -> list[float]:
         try:

@@ -122,12 +122,11 @@ def generalized_advantages(
 
     After the last step V is ``bootstrap_values_B`` (None: 0). Rewards before the first step are not used.
     """
-    rows, width = values_BT.shape
     advantages_BT = torch.zeros_like(values_BT)
     next_value_B = torch.zeros_like(values_BT[:, 0]) if bootstrap_values_B is None else bootstrap_values_B
     next_advantage_B = torch.zeros_like(next_value_B)
     reward_B = torch.zeros_like(next_value_B)
-    for t in range(width - 1, -1, -1):
+    for t in range(values_BT.shape[1] - 1, -1, -1):
         step_B = loss_mask_BT[:, t]
         reward_B = reward_B + token_rewards_BT[:, t]
         delta_B = reward_B + discount * next_value_B - values_BT[:, t]

@@ -241,9 +241,10 @@ class RolloutBatch:
             value = getattr(self, name)
             if value is not None and (value[outside_BT] != 0).any():
                 raise ValueError(f"{name} is not 0 outside the tokens it belongs to")
-        if self.rewards_B is not None and self.token_rewards_BT is not None:
-            if not torch.allclose(self.rewards_B, self.token_rewards_BT.sum(dim=1), rtol=1e-4, atol=1e-4):
-                raise ValueError("rewards_B is not the row sum of token_rewards_BT")
+        if self.rewards_B is None or self.token_rewards_BT is None:
+            return
+        if not torch.allclose(self.rewards_B, self.token_rewards_BT.sum(dim=1), rtol=1e-4, atol=1e-4):
+            raise ValueError("rewards_B is not the row sum of token_rewards_BT")
 
     def _response_BT(self) -> torch.Tensor:
         positions_T = torch.arange(self.tokens_BT.shape[1])
