@@ -105,7 +105,7 @@ def ppo_value_loss(
     binds_T = torch.zeros_like(mask_T)
     worst_T = squared_T
     if value_clip > 0:
-        clipped_T = old_values_T + torch.clamp(values_T - old_values_T, -value_clip, value_clip)
+        clipped_T = torch.clamp(values_T, old_values_T - value_clip, old_values_T + value_clip)
         clipped_squared_T = (returns_T - clipped_T).square()
         binds_T = clipped_squared_T > squared_T
         worst_T = torch.maximum(squared_T, clipped_squared_T)
