@@ -1,0 +1,1 @@
+"""The command line: ``aligner <command>``. One thin module a command; see ``main.py``."""

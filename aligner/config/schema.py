@@ -8,7 +8,7 @@ overridden field by field. Imports without torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any
 
 from omegaconf import II, MISSING
 
@@ -21,19 +21,25 @@ from aligner.config.section import Section
 class RunConfig(Section):
     """Where a run lives. ``dir`` empty: ``runs/<command>/<date>-<time>``, decided once by the launcher."""
 
-    dir: Optional[str] = None
+    dir: str | None = None
 
 
 @dataclass
-class TrainerConfig(Section):
-    """Steps, cadence, seed and local processes."""
+class ProcessesConfig(Section):
+    """Seed and local processes: the trainer section of commands that do not train."""
 
     devices: int = 1  # local ranks that `aligner` starts when it is not already under torchrun or srun
-    threads: Optional[int] = None  # CPU threads a rank; empty: cores // local ranks
+    threads: int | None = None  # CPU threads a rank; empty: cores // local ranks
+    seed: int = 1234
+
+
+@dataclass
+class TrainerConfig(ProcessesConfig):
+    """Steps, cadence, seed and local processes."""
+
     max_steps: int = 100
     val_check_interval: int = 0  # steps between validations; 0: only at the end
     save_interval: int = 0  # steps between checkpoints; 0: only at the end
-    seed: int = 1234
 
 
 @dataclass
@@ -41,7 +47,7 @@ class ModelConfig(Section):
     """An architecture: a Hugging Face directory (or hub id) and how to compute with it."""
 
     path: str = MISSING
-    tokenizer: Optional[str] = None  # empty: the tokenizer in `path`
+    tokenizer: str | None = None  # empty: the tokenizer in `path`
     dtype: str = "bfloat16"  # bfloat16 | float32
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
@@ -52,7 +58,7 @@ class RoleModelConfig(Section):
     """A role's model: follows the top-level ``model`` section unless overridden."""
 
     path: str = II("model.path")
-    tokenizer: Optional[str] = II("model.tokenizer")
+    tokenizer: str | None = II("model.tokenizer")
     dtype: str = II("model.dtype")
     hidden_dropout: float = II("model.hidden_dropout")
     attention_dropout: float = II("model.attention_dropout")
@@ -102,7 +108,7 @@ class OptimizerConfig(Section):
     clip_grad: float = 1.0  # 0: no clipping
     schedule: str = "cosine"  # cosine | linear | constant
     warmup_steps: int = 0
-    decay_steps: Optional[int] = None  # empty: trainer.max_steps of the first life of the run
+    decay_steps: int | None = None  # empty: trainer.max_steps of the first life of the run
     use_distributed_optimizer: bool = True
 
 
@@ -136,18 +142,24 @@ class FrozenRoleConfig(Section):
     parallel: FollowActorParallelConfig = field(default_factory=FollowActorParallelConfig)
     placement: str = "all"  # the set of ranks that holds the role
     offload: str = "none"
-    init_from: Optional[str] = None  # HF directory, run directory or checkpoint; empty: model.path
+    init_from: str | None = None  # HF directory, run directory or checkpoint; empty: model.path
 
 
 @dataclass
-class ActorConfig(Section):
-    """The policy that is trained."""
+class PolicyConfig(Section):
+    """The policy of commands that do not train it."""
 
     model: RoleModelConfig = field(default_factory=RoleModelConfig)
     parallel: ActorParallelConfig = field(default_factory=ActorParallelConfig)
     placement: str = "all"
     offload: str = "none"
-    init_from: Optional[str] = None
+    init_from: str | None = None  # HF directory, run directory or checkpoint; empty: model.path
+
+
+@dataclass
+class ActorConfig(PolicyConfig):
+    """The policy that is trained."""
+
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
@@ -155,7 +167,7 @@ class ActorConfig(Section):
 class ReferenceConfig(FrozenRoleConfig):
     """The frozen policy that KL is measured against; starts where the actor starts."""
 
-    init_from: Optional[str] = II("actor.init_from")
+    init_from: str | None = II("actor.init_from")
 
 
 @dataclass
@@ -178,7 +190,7 @@ class RewardConfig(FrozenRoleConfig):
     Exactly one of ``init_from`` and ``function`` is given.
     """
 
-    function: Optional[str] = None
+    function: str | None = None
     standardize: bool = True  # (score - mean) / std with the statistics stored in the reward model's checkpoint
 
 
@@ -190,24 +202,38 @@ class TextDataConfig(Section):
     """Training data of SFT and of the reward model: JSONL paths, or ``builtin:<name>``."""
 
     train: str = MISSING
-    validation: Optional[str] = None
+    validation: str | None = None
     sequence_length: int = 1024  # longest sample in tokens
     pack_length: int = 1024  # tokens of one micro-batch (several samples packed); at least sequence_length
     global_batch_size: int = 16  # samples (SFT) or pairs (reward model) an optimizer step, over all ranks
     too_long: str = "drop"  # drop | truncate: what happens to samples over sequence_length (counted, reported)
-    filter: Optional[str] = None  # path/to/file.py:name, called with the raw row (a dict); False drops the row
+    filter: str | None = None  # path/to/file.py:name, called with the raw row (a dict); False drops the row
 
 
 @dataclass
 class PromptDataConfig(Section):
-    """Prompts of PPO, generation and evaluation."""
+    """Prompts of generation."""
 
     prompts: str = "builtin:prompts_train.jsonl"
-    validation_prompts: Optional[str] = "builtin:prompts_heldout.jsonl"
     max_prompt_length: int = 256  # tokens, chat template included
     too_long: str = "drop"  # drop | truncate (keeps the last tokens)
-    pack_length: int = 1024
-    filter: Optional[str] = None
+    filter: str | None = None  # path/to/file.py:name, called with the raw row (a dict); False drops the row
+
+
+@dataclass
+class ScoredPromptDataConfig(PromptDataConfig):
+    """Prompts whose responses are scored: evaluation, on held-out prompts."""
+
+    prompts: str = "builtin:prompts_heldout.jsonl"
+    pack_length: int = 1024  # tokens of one scoring micro-batch (several samples packed)
+
+
+@dataclass
+class PPODataConfig(ScoredPromptDataConfig):
+    """Prompts of PPO and of its validations."""
+
+    prompts: str = "builtin:prompts_train.jsonl"
+    validation_prompts: str | None = "builtin:prompts_heldout.jsonl"
 
 
 # --------------------------------------------------------------------------- algorithm sections
@@ -243,7 +269,7 @@ class PPOConfig(Section):
     validation_prompts: int = 32  # how many of data.validation_prompts are sampled at a validation
     self_check: bool = True  # step-0 checks; a failed one stops the run
     # Largest mean |engine - trainer| log-prob difference, in nats; empty: 1e-3 in float32, 0.05 in bfloat16.
-    self_check_tolerance: Optional[float] = None
+    self_check_tolerance: float | None = None
     kl: KLConfig = field(default_factory=KLConfig)
 
 
@@ -269,7 +295,7 @@ class TrainedRewardConfig(Section):
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     placement: str = "all"
     offload: str = "none"
-    init_from: Optional[str] = None
+    init_from: str | None = None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
@@ -291,7 +317,7 @@ class PPORoot(Section):
     run: RunConfig = field(default_factory=RunConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    data: PromptDataConfig = field(default_factory=PromptDataConfig)
+    data: PPODataConfig = field(default_factory=PPODataConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
@@ -305,13 +331,13 @@ class GenerateRoot(Section):
     """``aligner generate``: samples responses to prompts into a JSONL file."""
 
     run: RunConfig = field(default_factory=RunConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    trainer: ProcessesConfig = field(default_factory=ProcessesConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: PromptDataConfig = field(default_factory=PromptDataConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
-    actor: ActorConfig = field(default_factory=ActorConfig)
+    actor: PolicyConfig = field(default_factory=PolicyConfig)
     output: str = MISSING  # JSONL file to write
-    limit: Optional[int] = None  # first N prompts only
+    limit: int | None = None  # first N prompts only
     samples_per_prompt: int = 1
     overwrite: bool = False
 
@@ -321,10 +347,10 @@ class EvaluationConfig(Section):
     """What is compared and how."""
 
     checkpoints: dict[str, str] = field(default_factory=dict)  # name: HF directory, run directory or checkpoint
-    baseline: Optional[str] = None  # name that win rates are measured against; empty: the first
-    kl_from: Optional[str] = None  # name that KL is measured from; empty: the first
-    limit: Optional[int] = None  # first N prompts only
-    rule: Optional[str] = "concise"  # built-in rule judge; empty: none
+    baseline: str | None = None  # name that win rates are measured against; empty: the first
+    kl_from: str | None = None  # name that KL is measured from; empty: the first
+    limit: int | None = None  # first N prompts only
+    rule: str | None = "concise"  # built-in rule judge; empty: none
     bootstrap_samples: int = 2000
     confidence: float = 0.95
 
@@ -334,11 +360,11 @@ class EvaluateRoot(Section):
     """``aligner evaluate``: compares checkpoints on fixed prompts."""
 
     run: RunConfig = field(default_factory=RunConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    trainer: ProcessesConfig = field(default_factory=ProcessesConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    data: PromptDataConfig = field(default_factory=PromptDataConfig)
+    data: ScoredPromptDataConfig = field(default_factory=ScoredPromptDataConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
-    actor: ActorConfig = field(default_factory=ActorConfig)  # layout and dtype of the compared policies
+    actor: PolicyConfig = field(default_factory=PolicyConfig)  # layout and dtype of the compared policies
     reward: RewardConfig = field(default_factory=RewardConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 

@@ -1,0 +1,87 @@
+"""The text of ``aligner <command> --help``: config groups, then every key with its default and its meaning."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from omegaconf import MISSING
+
+from aligner.config.schema import ROOTS
+from aligner.config.section import Section
+
+_KEY_WIDTH = 62
+
+
+def command_help(command: str, groups: Mapping[str, Sequence[str]]) -> str:
+    """Groups, keys and options of a command that takes Hydra overrides."""
+    root = ROOTS[command]
+    lines = [
+        inspect.cleandoc(root.__doc__ or ""),
+        "",
+        f"usage: aligner {command} [model=NAME] [+recipe=NAME] [key=value ...] [options]",
+        "",
+        "groups (name=option):",
+    ]
+    for group, options in groups.items():
+        sign, shown = ("+", _recipes_of(command, options)) if group == "recipe" else ("", options)
+        lines.append(f"  {sign}{group}: {', '.join(shown) or 'none for this command'}")
+    lines += ["", "keys (key=value; the default stands here):", *_key_lines(root), ""]
+    lines += [
+        "options:",
+        "  --cfg job [--resolve]  print the composed configuration and stop",
+        "  --config-dir DIR       search DIR for more model/*.yaml and recipe/*.yaml",
+        "  --help                 this text",
+    ]
+    return "\n".join(lines)
+
+
+def _recipes_of(command: str, recipes: Sequence[str]) -> list[str]:
+    """Recipes carry their command as one word of their name: ``ppo_llama3_70b``, ``demo_ppo``."""
+    return [name for name in recipes if command in name.split("_")]
+
+
+def _key_lines(section: type[Section], prefix: str = "") -> list[str]:
+    lines = []
+    hints = typing.get_type_hints(section)
+    for field in dataclasses.fields(section):  # type: ignore[arg-type]
+        annotation = hints[field.name]
+        key = f"{prefix}{field.name}"
+        if isinstance(annotation, type) and issubclass(annotation, Section):
+            lines += _key_lines(annotation, f"{key}.")
+            continue
+        text = f"  {key}={_default_text(field)}"
+        comment = _comments(section).get(field.name, "")
+        lines.append(f"{text:<{_KEY_WIDTH}}  # {comment}" if comment else text)
+    return lines
+
+
+def _default_text(field: dataclasses.Field[Any]) -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    else:
+        value = field.default
+    if value == MISSING:
+        return "???"
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@functools.cache
+def _comments(section: type[Section]) -> dict[str, str]:
+    """``{field: comment}`` read from the schema's source, inherited fields included."""
+    found: dict[str, str] = {}
+    for base in reversed(section.__mro__):
+        if not issubclass(base, Section) or base is Section:
+            continue
+        for line in inspect.getsource(base).splitlines():
+            code, separator, comment = line.partition("  # ")
+            name = code.strip().partition(":")[0]
+            if separator and name.isidentifier():
+                found[name] = comment.strip()
+    return found

@@ -1,0 +1,81 @@
+"""``aligner <command> ...``: finds the command's module and turns errors into one line and an exit code.
+
+Commands that train or sample (``sft rm ppo generate evaluate``) take Hydra overrides and run on ranks, see
+``launch.py``; the others take ordinary options. A command's module is imported only when it is called, so that
+``--help`` and refused configurations answer without loading torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from aligner import __version__
+from aligner.cli import exit_codes
+from aligner.config.schema import ROOTS
+from aligner.errors import AlignerError, ConfigError
+
+COMMANDS: dict[str, str] = {
+    "sft": "supervised fine-tuning on conversations",
+    "rm": "train a reward model on preference pairs",
+    "ppo": "PPO against a reward model or a function",
+    "generate": "sample responses to prompts into a JSONL file",
+    "evaluate": "compare checkpoints on fixed prompts",
+    "pairs": "label sampled responses by a rule into preference pairs",
+    "convert": "GGUF file, run or checkpoint to a Hugging Face directory",
+    "report": "one self-contained HTML page about a run",
+    "demo": "the whole pipeline on a small chat model",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the process exit code (see ``exit_codes.py``)."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _dispatch(words)
+    except AlignerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return exit_codes.INTERRUPTED
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(help_text())
+        return 0
+    if words[0] == "--version":
+        print(f"aligner {__version__}")
+        return 0
+    command, rest = words[0], words[1:]
+    if command not in COMMANDS:
+        from aligner.config.keys import nearest
+
+        raise ConfigError(
+            f"{command}: no such command; nearest: {nearest(command, COMMANDS)}; available: {', '.join(COMMANDS)}"
+        )
+    if command in ROOTS:
+        from aligner.cli.launch import run_command
+
+        return run_command(command, rest)
+    module = importlib.import_module(f"aligner.cli.{command}")
+    return int(module.main(rest) or 0)
+
+
+def help_text() -> str:
+    """What ``aligner --help`` prints."""
+    width = max(map(len, COMMANDS))
+    lines = ["usage: aligner COMMAND [options and overrides]", "", "commands:"]
+    lines += [f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items()]
+    lines += [
+        "",
+        "`aligner COMMAND --help` lists what a command takes. Examples:",
+        "  aligner sft model=smollm2_135m data.train=conversations.jsonl",
+        "  aligner ppo model=smollm2_135m reward.init_from=runs/rm/20250101-120000 trainer.max_steps=20",
+        "  torchrun --nproc-per-node 4 -m aligner ppo ...",
+        "",
+        f"exit codes: {exit_codes.HELP}",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,119 @@
+"""The life of one rank: start, run the command's body, end with the right exit code.
+
+Errors: an :class:`~aligner.errors.AlignerError` becomes one ``error:`` line and its exit code; anything else is a bug,
+whose traceback is printed and kept in ``run_dir/errors/rank_<r>.txt``. A rank that fails while others run leaves at
+once (no clean-up that could wait for peers): the launcher, torchrun, or ``srun --kill-on-bad-exit=1`` then ends the
+others, which may be inside a collective.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from aligner.cli import exit_codes
+from aligner.cli.launch import default_run_dir
+from aligner.config.compose import to_yaml
+from aligner.config.schema import ROOTS
+from aligner.config.section import Section
+from aligner.distributed import platform
+from aligner.distributed.collectives import agree, broadcast_object
+from aligner.distributed.context import RunContext
+from aligner.errors import AlignerError, ConfigError, RankFailure
+
+CONFIG_FILE = "config.yaml"
+_GRACE_S = 1.0  # a rank that stops because of another's error lets that rank speak first
+
+
+def run_rank(command: str, root: Any) -> int:
+    """Start this rank, run ``aligner.cli.<command>.run(root, context)``; returns the exit code.
+
+    With several ranks a failing one does not return: it leaves the process.
+    """
+    try:
+        context = start_rank(root)
+        importlib.import_module(f"aligner.cli.{command}").run(root, context)
+    except KeyboardInterrupt:
+        code = exit_codes.INTERRUPTED
+    except AlignerError as error:
+        code = _report_error(error)
+    except Exception:
+        code = _report_bug(root)
+    else:
+        platform.shutdown()
+        return 0
+    if platform.world_size() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    platform.shutdown()
+    return code
+
+
+def start_rank(root: Any) -> RunContext:
+    """Initialise this rank; agree on ``run.dir`` (rank 0 decides); write ``run_dir/config.yaml``. Collective.
+
+    Raises:
+        ConfigError: the run directory cannot be written or belongs to another command.
+    """
+    found = platform.initialize(threads=root.trainer.threads)
+    command = _command_of(root)
+    run_dir = Path(broadcast_object(root.run.dir or default_run_dir(command)))
+    error: Exception | None = None
+    if platform.rank() == 0:
+        try:
+            write_config(run_dir, command, root)
+        except ConfigError as raised:
+            error = raised
+        except OSError as raised:
+            error = ConfigError(f"run.dir={run_dir}: cannot be written ({raised.strerror}); choose another directory")
+    agree(error)
+    return RunContext(run_dir, platform.rank(), platform.world_size(), found)
+
+
+def write_config(run_dir: Path, command: str, root: Section) -> None:
+    """Write ``run_dir/config.yaml`` (the latest life's), after checking that the run is of the same command."""
+    path = run_dir / CONFIG_FILE
+    if path.is_file():
+        with path.open(encoding="utf-8") as file:
+            first = file.readline().strip()
+        if first != f"command: {command}":
+            owner = first.removeprefix("command: ") or "another program"
+            raise ConfigError(f"run.dir={run_dir} holds a run of `{owner}`, not of `{command}`; choose another directory")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".yaml.tmp")
+    partial.write_text(to_yaml(command, root), encoding="utf-8")
+    partial.replace(path)
+
+
+def _command_of(root: Section) -> str:
+    return next(name for name, schema in ROOTS.items() if type(root) is schema)
+
+
+def _report_error(error: AlignerError) -> int:
+    """Print the error once: on the ranks that found it, not on those that only stop with them."""
+    if isinstance(error, RankFailure) and platform.world_size() > 1:
+        time.sleep(_GRACE_S)
+        return error.exit_code
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    return error.exit_code
+
+
+def _report_bug(root: Any) -> int:
+    """Print the running exception's traceback and keep it in the run directory, if there is one."""
+    text = traceback.format_exc()
+    rank = platform.rank()
+    print(f"rank {rank} failed unexpectedly (a bug):\n{text}", file=sys.stderr, flush=True)
+    if root.run.dir:
+        marker = Path(root.run.dir) / "errors" / f"rank_{rank}.txt"
+        try:
+            marker.parent.mkdir(parents=True, exist_ok=True)
+            marker.write_text(text, encoding="utf-8")
+        except OSError as error:
+            print(f"error: {marker} cannot be written ({error.strerror})", file=sys.stderr, flush=True)
+    return exit_codes.BUG

@@ -1,0 +1,290 @@
+"""Checks across sections, made before any rank starts and before any weight is loaded. Imports without torch.
+
+Each message has the numbers that clash and the values that would work. What needs files (architectures) is checked
+when they are on this machine; a model that is only on the hub is checked by the ranks when they have it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aligner.config import schema
+from aligner.config.hf_config import Architecture, check_layout, read_architecture
+from aligner.config.section import Section
+from aligner.config.sources import model_files, role_source
+from aligner.config.value_checks import check_values
+from aligner.errors import ConfigError, ModelError, TopologyError
+
+ROLES = ("actor", "critic", "reference", "reward")
+_NOT_BUILT = {
+    "virtual_pipeline_model_parallel_size": "virtual pipeline parallelism",
+    "context_parallel_size": "context parallelism",
+    "expert_model_parallel_size": "expert parallelism",
+    "expert_tensor_parallel_size": "expert tensor parallelism",
+}
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """A role's degrees on this world."""
+
+    tp: int
+    pp: int
+    dp: int
+
+
+def check(root: Any, world_size: int) -> None:
+    """Check a composed configuration for ``world_size`` ranks.
+
+    Raises:
+        ConfigError: a value or a combination that cannot run; TopologyError: degrees; ModelError: model directory.
+    """
+    check_values(root)
+    _check_sources(root)
+    layouts = {name: _check_degrees(name, role, world_size) for name, role in roles(root)}
+    _check_batches(root, layouts)
+    _check_steps(root)
+    _check_packing(root)
+    architectures = {name: _architecture(root, name, role) for name, role in roles(root)}
+    for name, arch in architectures.items():
+        if arch is None:
+            continue
+        _check_model(name, arch, layouts[name])
+        _check_context(root, name, arch)
+    _check_same_shapes(root, architectures)
+
+
+def roles(root: Any) -> Iterator[tuple[str, Any]]:
+    """The model roles of ``root`` that take part in the run: a reward that is a function, or absent, is none."""
+    for name in ROLES:
+        role = getattr(root, name, None)
+        if role is None:
+            continue
+        if isinstance(role, schema.RewardConfig) and not role.init_from:
+            continue
+        yield name, role
+
+
+# --------------------------------------------------------------------------- where things come from
+
+
+def _check_sources(root: Any) -> None:
+    reward = getattr(root, "reward", None)
+    if isinstance(reward, schema.RewardConfig):
+        if reward.init_from and reward.function:
+            raise ConfigError(
+                f"reward.init_from={reward.init_from} and reward.function={reward.function}: only one can score; drop one"
+            )
+        if isinstance(root, schema.PPORoot) and not (reward.init_from or reward.function):
+            raise ConfigError(
+                "no reward: set reward.init_from=<run directory of `aligner rm`> or reward.function=path/to/file.py:name"
+            )
+    if isinstance(root, schema.PPORoot) and root.critic.init_from == "reward" and not root.reward.init_from:
+        raise ConfigError(
+            "critic.init_from=reward, but the reward is a function; set critic.init_from=actor (or a directory)"
+        )
+    if isinstance(root, schema.EvaluateRoot):
+        _check_evaluation(root)
+    if isinstance(root, schema.GenerateRoot) and Path(root.output).exists() and not root.overwrite:
+        raise ConfigError(f"output={root.output} exists; choose another file or set overwrite=true")
+    for name in ("reference", "reward"):
+        role = getattr(root, name, None)
+        if isinstance(role, schema.FrozenRoleConfig):
+            _check_frozen(name, role, root.model)
+
+
+def _check_evaluation(root: schema.EvaluateRoot) -> None:
+    names = list(root.evaluation.checkpoints)
+    if not names:
+        raise ConfigError("evaluation.checkpoints is empty; name what to compare: evaluation.checkpoints.<name>=<directory>")
+    for key in ("baseline", "kl_from"):
+        value = getattr(root.evaluation, key)
+        if value is not None and value not in names:
+            raise ConfigError(f"evaluation.{key}={value}: not among evaluation.checkpoints; choose one of {', '.join(names)}")
+
+
+def _check_frozen(name: str, role: schema.FrozenRoleConfig, model: schema.ModelConfig) -> None:
+    for key in ("hidden_dropout", "attention_dropout"):
+        value = getattr(role.model, key)
+        if value != getattr(model, key):
+            raise ConfigError(f"{name}.model.{key}={value} has no effect: {name} is not trained; leave it out")
+
+
+# --------------------------------------------------------------------------- degrees and batches
+
+
+def _check_degrees(name: str, role: Any, world_size: int) -> _Layout:
+    parallel = role.parallel
+    where = f"{name}.parallel"
+    for field in dataclasses.fields(parallel):
+        value = getattr(parallel, field.name)
+        if field.name == "sequence_parallel":
+            continue
+        if value < 1:
+            raise TopologyError(f"{where}.{field.name}={value}: must be 1 or more")
+        if value > 1 and field.name in _NOT_BUILT:
+            raise TopologyError(f"{where}.{field.name}={value}: {_NOT_BUILT[field.name]} is not built yet; set it to 1")
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if parallel.sequence_parallel and tp == 1:
+        raise TopologyError(
+            f"{where}.sequence_parallel=true needs tensor parallelism, but {where}.tensor_model_parallel_size=1; "
+            "set the first to false or the second to 2 or more"
+        )
+    if world_size % (tp * pp):
+        multiples = ", ".join(str(tp * pp * n) for n in range(1, 4))
+        raise TopologyError(
+            f"{where}: tensor {tp} x pipeline {pp} = {tp * pp} does not divide the {world_size} ranks; "
+            f"start {multiples}, ... ranks (trainer.devices), or choose degrees whose product is one of "
+            f"{_listed(divisors(world_size))}"
+        )
+    return _Layout(tp=tp, pp=pp, dp=world_size // (tp * pp))
+
+
+def _check_batches(root: Any, layouts: dict[str, _Layout]) -> None:
+    """Every data-parallel rank of every role needs at least one row of every batch it works on."""
+    data = root.data
+    for name, layout in layouts.items():
+        if isinstance(data, schema.TextDataConfig):
+            _at_least_dp("data.global_batch_size", data.global_batch_size, name, layout)
+        if isinstance(root, schema.PPORoot):
+            samples = root.ppo.rollout_batch_size * root.ppo.samples_per_prompt
+            _at_least_dp("ppo.rollout_batch_size x ppo.samples_per_prompt", samples, name, layout)
+            if name in ("actor", "critic"):
+                _at_least_dp("ppo.mini_batch_size", root.ppo.mini_batch_size, name, layout)
+    if isinstance(root, schema.PPORoot):
+        ppo = root.ppo
+        samples = ppo.rollout_batch_size * ppo.samples_per_prompt
+        if samples % ppo.mini_batch_size:
+            raise ConfigError(
+                f"ppo.mini_batch_size={ppo.mini_batch_size} does not divide the {samples} samples of a step "
+                f"(ppo.rollout_batch_size {ppo.rollout_batch_size} x ppo.samples_per_prompt {ppo.samples_per_prompt}); "
+                f"values that work: {_listed(divisors(samples))}"
+            )
+
+
+def _at_least_dp(key: str, value: int, role: str, layout: _Layout) -> None:
+    if value < layout.dp:
+        raise ConfigError(
+            f"{key} = {value} is less than the {layout.dp} data-parallel ranks of {role} "
+            f"(tensor {layout.tp}, pipeline {layout.pp}); give {layout.dp} or more, or fewer ranks"
+        )
+
+
+def _check_steps(root: Any) -> None:
+    if not isinstance(root.trainer, schema.TrainerConfig):
+        return
+    steps = root.trainer.max_steps
+    if isinstance(root, schema.PPORoot) and root.ppo.critic_warmup_steps >= steps:
+        raise ConfigError(
+            f"ppo.critic_warmup_steps={root.ppo.critic_warmup_steps}: the policy never learns in trainer.max_steps="
+            f"{steps} steps; give at most {steps - 1}"
+        )
+
+
+# --------------------------------------------------------------------------- lengths
+
+
+def _check_packing(root: Any) -> None:
+    data = root.data
+    if isinstance(data, schema.TextDataConfig) and data.pack_length < data.sequence_length:
+        raise ConfigError(
+            f"data.pack_length={data.pack_length} is below data.sequence_length={data.sequence_length}: the longest sample "
+            f"would not fit a micro-batch; give {data.sequence_length} or more"
+        )
+    if isinstance(data, schema.ScoredPromptDataConfig):
+        new = root.generation.sampling.max_new_tokens
+        longest = data.max_prompt_length + new
+        if data.pack_length < longest:
+            raise ConfigError(
+                f"data.pack_length={data.pack_length} is below data.max_prompt_length {data.max_prompt_length} + "
+                f"generation.sampling.max_new_tokens {new} = {longest}: the longest sample would not fit a micro-batch; "
+                f"give {longest} or more"
+            )
+
+
+def _check_context(root: Any, name: str, arch: Architecture) -> None:
+    context = arch.max_position_embeddings
+    data = root.data
+    if isinstance(data, schema.TextDataConfig):
+        if data.sequence_length > context:
+            raise ConfigError(
+                f"data.sequence_length={data.sequence_length} is above the context of {name}'s model, {context} tokens; "
+                f"give {context} or less"
+            )
+        return
+    new = root.generation.sampling.max_new_tokens
+    if data.max_prompt_length + new > context:
+        works = (
+            f"data.max_prompt_length={context - new} works"
+            if new < context
+            else f"max_new_tokens must be below {context}"
+        )
+        raise ConfigError(
+            f"data.max_prompt_length {data.max_prompt_length} + generation.sampling.max_new_tokens {new} = "
+            f"{data.max_prompt_length + new} is above the context of {name}'s model, {context} tokens; {works}"
+        )
+
+
+# --------------------------------------------------------------------------- models
+
+
+def _check_model(name: str, arch: Architecture, layout: _Layout) -> None:
+    try:
+        check_layout(arch, layout)
+    except TopologyError as error:
+        raise TopologyError(f"{name}.parallel: {error}") from None
+
+
+def _architecture(root: Any, name: str, role: Any) -> Architecture | None:
+    """The architecture of a role's model, or None when its files are not on this machine (a hub id)."""
+    source = _source(root, name, role)
+    files = model_files(source)
+    if isinstance(files, str) and looks_like_hub_id(files):
+        return None
+    if not Path(files).is_dir():
+        key = f"{name}.init_from" if role.init_from else f"{name}.model.path"
+        raise ModelError(
+            f"{key}={source}: no such directory; give a Hugging Face directory, a run directory, a checkpoint or a hub id "
+            "(`make demo` prepares ./models/smollm2-135m-instruct)"
+        )
+    return read_architecture(files)
+
+
+def _source(root: Any, name: str, role: Any) -> str:
+    """What ``role`` starts from, with the critic's ``reward`` and ``actor`` followed."""
+    if name == "critic" and role.init_from in ("reward", "actor"):
+        return role_source(getattr(root, role.init_from))
+    return role_source(role)
+
+
+def looks_like_hub_id(text: str) -> bool:
+    """``organisation/name`` whose first part is no folder here (then it is a mistyped path)."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", text) is not None and not Path(text.partition("/")[0]).exists()
+
+
+def _check_same_shapes(root: Section, architectures: dict[str, Architecture | None]) -> None:
+    """The reference is what the actor was: other weights, maybe, but the same vocabulary."""
+    actor, reference = architectures.get("actor"), architectures.get("reference")
+    if actor is not None and reference is not None and actor.vocab_size != reference.vocab_size:
+        raise ConfigError(
+            f"the reference has a vocabulary of {reference.vocab_size} tokens and the actor of {actor.vocab_size}; KL needs "
+            "the same vocabulary: give reference.init_from a model of the actor's family"
+        )
+
+
+# --------------------------------------------------------------------------- numbers
+
+
+def divisors(number: int) -> list[int]:
+    """Divisors of ``number``, ascending."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _listed(values: list[int]) -> str:
+    shown = values if len(values) <= 12 else [*values[:11], values[-1]]
+    return ", ".join(map(str, shown))
