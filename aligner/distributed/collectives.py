@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,18 @@ def agree(error: BaseException | None = None) -> None:
         (rank, message) for rank, message in enumerate(messages) if message is not None
     )
     raise RankFailure(f"rank {failed} failed, so this rank stops too: {message}")
+
+
+def on_all_ranks(action: Callable[[], T]) -> T:
+    """``action()`` of each rank; when it fails on any rank, all ranks fail together (see :func:`agree`)."""
+    error: Exception | None = None
+    result: T | None = None
+    try:
+        result = action()
+    except Exception as found:
+        error = found
+    agree(error)
+    return cast(T, result)
 
 
 def any_true(flag: bool) -> bool:

@@ -1,0 +1,155 @@
+"""PPO for RLHF (Schulman et al. 2017, arXiv:1707.06347; Ouyang et al. 2022, arXiv:2203.02155).
+
+One step reads top to bottom in :func:`ppo_step`: ROLLOUT, SCORE, ADVANTAGES, TRAIN; :func:`run` FINISHes it. Every
+rank holds the whole batch of a step on the CPU; each role computes the rows of its own data-parallel rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aligner.algorithms.ppo_checks import check_first_rollout
+from aligner.algorithms.ppo_metrics import rollout_metrics
+from aligner.algorithms.ppo_update import UpdateMetrics, mini_batches, update_policy, update_values
+from aligner.algorithms.ppo_validation import validate
+from aligner.algorithms.run import TrainingRun
+from aligner.config.schema import PPORoot
+from aligner.data.datasets import PromptDataset
+from aligner.data.loader import ShardedOrder
+from aligner.distributed.context import RunContext
+from aligner.generation.engine import GenerationEngine, SamplingParams
+from aligner.monitoring import metrics as names
+from aligner.phases.datasets import open_prompts
+from aligner.phases.engine import build_engine, sampling_params
+from aligner.phases.roles import PPORoles, load_ppo_roles
+from aligner.rollout.advantages import with_advantages
+from aligner.rollout.batch import RolloutBatch
+from aligner.rollout.collect import collect, reward_requests
+from aligner.rollout.kl_controller import KLController, build_kl_controller
+from aligner.rollout.score import logprobs_of, values_of
+
+
+@dataclass(frozen=True)
+class PPO:
+    """What a step works with."""
+
+    config: PPORoot
+    roles: PPORoles
+    engine: GenerationEngine
+    sampling: SamplingParams
+    prompts: PromptDataset
+    order: ShardedOrder
+    kl: KLController
+    validation: PromptDataset | None
+
+    @property
+    def temperature(self) -> float:
+        """What log-probs of policy and reference are taken at; greedy rollouts are scored at 1."""
+        return self.sampling.temperature or 1.0
+
+
+def run(root: PPORoot, context: RunContext) -> None:
+    """Train actor and critic until ``trainer.max_steps``. Collective."""
+    ppo = build(root, context)
+    models = {"actor": ppo.roles.actor, "critic": ppo.roles.critic}
+    stateful = {"order": ppo.order, "kl": ppo.kl}
+    shown = (names.REWARDS_MEAN, names.INIT_POLICY_KL, names.RESPONSE_LENGTH_MEAN, names.CLIP_FRACTION)
+    with TrainingRun("ppo", context, root.trainer, models, stateful, shown) as training:
+        for step in training.steps():
+            batch, metrics = ppo_step(ppo, training, step)
+            # 5 FINISH
+            if ppo.validation is not None and training.validation_due(step):
+                with training.timers("validation"):
+                    metrics |= validate(ppo, context, step)
+            training.finish_step(step, metrics, samples=len(batch), tokens=int(batch.response_lengths_B.sum()))
+
+
+def ppo_step(ppo: PPO, training: TrainingRun, step: int) -> tuple[RolloutBatch, dict[str, float]]:
+    """One PPO step: sample, score, estimate advantages, update critic and policy. Collective."""
+    config, roles, timers = ppo.config.ppo, ppo.roles, training.timers
+    seed, pack = ppo.config.trainer.seed, ppo.config.data.pack_length
+
+    # 1 ROLLOUT: the engine takes the policy's weights; ids, lengths and finish reasons are kept as sampled
+    with timers("rollout"):
+        prompts = [ppo.prompts[index] for index in ppo.order.next_batch()]
+        ppo.engine.resume()
+        ppo.engine.publish(version=step - 1)
+        batch = collect(
+            ppo.engine,
+            roles.actor.topology,
+            prompts,
+            ppo.sampling,
+            samples_per_prompt=config.samples_per_prompt,
+            run_seed=seed,
+            step=step,
+        )
+        ppo.engine.release()
+
+    # 2 SCORE: whole responses by the reward; per-token log-probs by policy and reference; values by the critic
+    sequences = batch.sequences()
+    with timers("reward"):
+        reward = roles.reward.score(reward_requests(batch, prompts, roles.tokenizer))
+    with timers("logprobs"):
+        policy_BT = logprobs_of(roles.actor, sequences, temperature=ppo.temperature, pack_length=pack)
+        reference_BT = logprobs_of(roles.reference, sequences, temperature=ppo.temperature, pack_length=pack)
+    with timers("values"):
+        values_BT, bootstrap_B = values_of(roles.critic, sequences, pack_length=pack)
+    batch = batch.replace(
+        scores_B=reward.scores_B,
+        policy_logprobs_BT=policy_BT,
+        reference_logprobs_BT=reference_BT,
+        values_BT=values_BT,
+        bootstrap_values_B=bootstrap_B,
+    )
+    if step == 1 and config.self_check:
+        check_first_rollout(ppo, batch)
+
+    # 3 ADVANTAGES: KL-shaped token rewards, GAE, whitening over the valid tokens of the global batch
+    batch = with_advantages(
+        batch,
+        kl_coef=ppo.kl.coef,
+        discount=config.discount,
+        gae_lambda=config.gae_lambda,
+        truncation=config.truncation,
+        truncation_penalty=config.truncation_penalty,
+        whiten_advantages=config.whiten_advantages,
+    )
+    metrics = rollout_metrics(batch, reward, kl_coef=ppo.kl.coef)
+
+    # 4 TRAIN: the critic always, the policy after the critic's warm-up
+    updates = UpdateMetrics()
+    with training.dump_on_failure(step, batch.save):
+        batch.validate()
+        for rows in mini_batches(len(batch), config.mini_batch_size, config.ppo_epochs, seed, step):
+            mini_batch = batch.select(rows)
+            if not mini_batch.train_mask_BT.any():
+                continue  # every response of the mini-batch is masked by the truncation rule
+            with timers("train_critic"):
+                updates.add_critic(update_values(roles.critic, mini_batch, config, pack_length=pack))
+            if step > config.critic_warmup_steps:
+                with timers("train_policy"):
+                    updates.add_policy(
+                        update_policy(roles.actor, mini_batch, config, temperature=ppo.temperature, pack_length=pack)
+                    )
+    ppo.kl.update(metrics[names.INIT_POLICY_KL], len(batch))
+    return batch, metrics | updates.result()
+
+
+def build(root: PPORoot, context: RunContext) -> PPO:
+    """Load roles and data, start the engine. Collective."""
+    roles = load_ppo_roles(root, context)
+    prompts = open_prompts(root.data.prompts, roles.tokenizer, root.data, context)
+    validation = None
+    if root.data.validation_prompts and root.ppo.validation_prompts:
+        validation = open_prompts(root.data.validation_prompts, roles.tokenizer, root.data, context)
+    kl = root.ppo.kl
+    return PPO(
+        config=root,
+        roles=roles,
+        engine=build_engine(root.generation, root.data.max_prompt_length, roles.actor, roles.tokenizer),
+        sampling=sampling_params(root.generation.sampling, roles.tokenizer),
+        prompts=prompts,
+        order=ShardedOrder(len(prompts), root.ppo.rollout_batch_size, root.trainer.seed),
+        kl=build_kl_controller(kl.controller, kl.coef, kl.target, kl.horizon),
+        validation=validation,
+    )

@@ -1,0 +1,56 @@
+"""Validation of PPO: the same prompts with the same seeds every time, so that two steps can be compared."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aligner.distributed.context import RunContext
+from aligner.monitoring import metrics as names
+from aligner.monitoring.metrics import MetricSums
+from aligner.monitoring.samples import step_samples_path, write_samples
+from aligner.rollout.advantages import kl_k1
+from aligner.rollout.collect import collect, reward_requests
+from aligner.rollout.score import logprobs_of
+
+if TYPE_CHECKING:
+    from aligner.algorithms.ppo import PPO
+
+STREAM = "validation"
+
+
+def validate(ppo: PPO, context: RunContext, step: int) -> dict[str, float]:
+    """Sample the fixed prompts with the current policy; keep the samples in the run directory. Collective."""
+    assert ppo.validation is not None
+    count = min(ppo.config.ppo.validation_prompts, len(ppo.validation))
+    prompts = [ppo.validation[index] for index in range(count)]
+    ppo.engine.resume()
+    ppo.engine.publish(version=step)
+    topology, seed = ppo.roles.actor.topology, ppo.config.trainer.seed
+    batch = collect(ppo.engine, topology, prompts, ppo.sampling, run_seed=seed, step=0, stream=STREAM)
+    ppo.engine.release()
+    requests = reward_requests(batch, prompts, ppo.roles.tokenizer)
+    scores_B = ppo.roles.reward.score(requests).scores_B
+    sequences, pack = batch.sequences(), ppo.config.data.pack_length
+    policy_BT = logprobs_of(ppo.roles.actor, sequences, temperature=ppo.temperature, pack_length=pack)
+    reference_BT = logprobs_of(ppo.roles.reference, sequences, temperature=ppo.temperature, pack_length=pack)
+    kl_B = (kl_k1(policy_BT, reference_BT) * batch.loss_mask_BT).sum(dim=1)
+    if context.rank == 0:
+        rows = (
+            {
+                "prompt": prompt.text,
+                "response": request.response,
+                "step": step,
+                "reward": float(score),
+                "kl": float(kl),
+                "tokens": request.num_tokens,
+                "finish_reason": request.finish_reason,
+            }
+            for prompt, request, score, kl in zip(prompts, requests, scores_B, kl_B, strict=True)
+        )
+        write_samples(step_samples_path(context.run_dir, step), rows)
+    sums = MetricSums()
+    sums.add_values(names.VAL_ROLLOUT_REWARDS_MEAN, scores_B)
+    sums.add_values(names.VAL_ROLLOUT_RESPONSE_LENGTH_MEAN, batch.response_lengths_B)
+    sums.add_values(names.VAL_ROLLOUT_EOS_RATE, ~batch.truncated_B)
+    sums.add_values(names.VAL_ROLLOUT_KL, kl_B)
+    return sums.means()

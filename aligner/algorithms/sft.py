@@ -1,0 +1,96 @@
+"""Supervised fine-tuning: next-token loss on the assistant's tokens of conversations.
+
+The loss is a sum over the loss tokens of the *global* batch divided by their number, so it does not depend on how the
+batch is split over data-parallel ranks and micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from aligner.algorithms.losses import sft_loss
+from aligner.algorithms.run import TrainingRun, save_packs
+from aligner.config.schema import SFTRoot
+from aligner.data.datasets import TextDataset
+from aligner.data.loader import ShardedOrder, rows_of_rank
+from aligner.data.packing import Pack
+from aligner.distributed.collectives import all_reduce_sums
+from aligner.distributed.context import RunContext
+from aligner.models.forward import LossTerms, TokenOutput, score_logprobs, train_step
+from aligner.models.packs import pack_for
+from aligner.models.role_model import RoleModel
+from aligner.monitoring import metrics as names
+from aligner.phases.datasets import open_texts
+from aligner.phases.roles import load_actor
+
+
+@dataclass(frozen=True)
+class PackedText:
+    """This rank's samples of one global batch: micro-batches and, token for token, where the loss counts."""
+
+    packs: list[Pack]
+    loss_masks: list[torch.Tensor]  # bool [T] a pack
+
+
+def run(root: SFTRoot, context: RunContext) -> None:
+    """Train the actor on ``data.train`` until ``trainer.max_steps``. Collective."""
+    actor, tokenizer = load_actor(root, context)
+    train = open_texts(root.data.train, tokenizer, root.data, context)
+    held_out = None
+    if root.data.validation:
+        held_out = open_texts(root.data.validation, tokenizer, root.data, context)
+    order = ShardedOrder(len(train), root.data.global_batch_size, root.trainer.seed)
+    shown = (names.TRAIN_LOSS, names.VAL_LOSS, names.TRAIN_GRAD_NORM)
+    with TrainingRun("sft", context, root.trainer, {"actor": actor}, {"order": order}, shown) as training:
+        for step in training.steps():
+            indices = order.next_batch()
+            with training.timers("data"):
+                batch = pack_text(actor, train, indices, root.data.pack_length)
+            with training.timers("train"), training.dump_on_failure(step, partial(save_packs, batch.packs)):
+                result = train_step(actor, batch.packs, loss_over(batch.loss_masks))
+            tokens = result.sums["count"]
+            metrics = {
+                names.TRAIN_LOSS: result.sums["loss"] / tokens,
+                names.TRAIN_GRAD_NORM: result.grad_norm,
+                names.TRAIN_LR: result.lr,
+                names.TRAIN_TOKENS: tokens,
+            }
+            if held_out is not None and training.validation_due(step):
+                with training.timers("validation"):
+                    metrics[names.VAL_LOSS] = mean_loss(actor, held_out, root.data.pack_length)
+            training.finish_step(step, metrics, samples=len(indices), tokens=int(tokens))
+
+
+def pack_text(actor: RoleModel, dataset: TextDataset, indices: Sequence[int], pack_length: int) -> PackedText:
+    """Read and pack the rows of ``indices`` that belong to this rank."""
+    topology = actor.topology
+    samples = [dataset[indices[row]] for row in rows_of_rank(indices, topology.dp_rank, topology.dp)]
+    packs = pack_for(topology, [sample.token_ids for sample in samples], pack_length)
+    masks = []
+    for pack in packs:
+        mask_T = torch.zeros(pack.tokens_T.numel(), dtype=torch.bool)
+        for row, start, end in pack.segments:
+            mask_T[start:end] = samples[row].loss_mask
+        masks.append(mask_T)
+    return PackedText(packs, masks)
+
+
+def loss_over(loss_masks: Sequence[torch.Tensor]) -> Callable[[TokenOutput, int], LossTerms]:
+    """The loss function of ``train_step`` for these micro-batches."""
+    return lambda output, micro_batch: sft_loss(output.logprobs_T, loss_masks[micro_batch])
+
+
+def mean_loss(actor: RoleModel, dataset: TextDataset, pack_length: int) -> float:
+    """Loss a token over all of ``dataset``, in nats. Collective."""
+    batch = pack_text(actor, dataset, range(len(dataset)), pack_length)
+    terms = [
+        sft_loss(logprobs_T, mask_T)
+        for logprobs_T, mask_T in zip(score_logprobs(actor, batch.packs), batch.loss_masks, strict=True)
+    ]
+    sums = {"loss": sum(float(term.loss_sum) for term in terms), "count": float(sum(term.count for term in terms))}
+    total = all_reduce_sums(sums, actor.topology.pg.dp)
+    return total["loss"] / total["count"]

@@ -1,0 +1,128 @@
+"""``aligner evaluate``: sample every checkpoint on the same prompts with the same seeds, score, compare.
+
+Policies are loaded one after the other, so memory holds one policy and then the reward model, never all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from rich.console import Console
+
+from aligner.config.schema import EvaluateRoot
+from aligner.distributed.context import RunContext
+from aligner.evaluation.responses import EvaluatedResponse
+from aligner.evaluation.runner import Comparison, compare
+from aligner.evaluation.sampling import Samples, load_policy, load_prompts, sample
+from aligner.phases.roles import load_reward
+from aligner.data.tokenizer import Tokenizer
+from aligner.rewards.rules import get_rule
+from aligner.rollout.advantages import kl_k1
+from aligner.rollout.score import logprobs_of
+
+
+def run(root: EvaluateRoot, context: RunContext) -> Comparison:
+    """Compare ``evaluation.checkpoints``; rank 0 prints the table and writes results and samples. Collective."""
+    config = root.evaluation
+    names = list(config.checkpoints)
+    kl_from = config.kl_from or names[0]
+    temperature = root.generation.sampling.temperature or 1.0
+    console = Console(highlight=False)
+    samples: dict[str, Samples] = {}
+    logprobs: dict[str, torch.Tensor] = {}
+    tokenizers: dict[str, Tokenizer] = {}
+    for name, source in config.checkpoints.items():
+        policy = load_policy(root, source)
+        tokenizers[name] = policy.tokenizer
+        prompts = load_prompts(root, evaluation_prompts(root), config.limit, policy.tokenizer, context)
+        if context.rank == 0:
+            console.print(f"{name}: {len(prompts)} prompts, {source}", markup=False)
+        samples[name] = sample(root, policy, prompts)
+        logprobs[name] = logprobs_of(
+            policy.model, samples[name].batch.sequences(), temperature=temperature, pack_length=root.data.pack_length
+        )
+        del policy
+    kl = _kl_from(root, kl_from, samples, logprobs, tokenizers, temperature)
+    rewards = _rewards(root, samples, tokenizers)
+    rules = _rule_scores(config.rule, samples)
+    responses = {
+        name: [
+            EvaluatedResponse(
+                prompt=str(request.messages[-1]["content"]),
+                response=request.response,
+                num_tokens=request.num_tokens,
+                finish_reason=request.finish_reason,
+                reward=rewards[name][row] if name in rewards else None,
+                rule_score=rules[name][row] if name in rules else None,
+                kl=kl[name][row] if name in kl else None,
+            )
+            for row, request in enumerate(samples[name].requests)
+        ]
+        for name in names
+    }
+    comparison = compare(
+        responses,
+        baseline=config.baseline,
+        kl_from=kl_from,
+        bootstrap_samples=config.bootstrap_samples,
+        confidence=config.confidence,
+        seed=root.trainer.seed,
+    )
+    if context.rank == 0:
+        comparison.print(console)
+        comparison.write(context.run_dir)
+    return comparison
+
+
+def evaluation_prompts(root: EvaluateRoot) -> str:
+    """``data.validation_prompts``, else ``data.prompts``."""
+    return root.data.validation_prompts or root.data.prompts
+
+
+def _kl_from(
+    root: EvaluateRoot,
+    kl_from: str,
+    samples: Mapping[str, Samples],
+    logprobs: Mapping[str, torch.Tensor],
+    tokenizers: Mapping[str, Tokenizer],
+    temperature: float,
+) -> dict[str, list[float]]:
+    """k1 estimate of each response's KL from checkpoint ``kl_from``, in nats.
+
+    A checkpoint with another tokenizer than ``kl_from``'s has no KL: its token ids mean something else there.
+    """
+    reference = load_policy(root, root.evaluation.checkpoints[kl_from])
+    result = {}
+    for name, sampled in samples.items():
+        if tokenizers[name].fingerprint() != tokenizers[kl_from].fingerprint():
+            continue
+        sequences = sampled.batch.sequences()
+        reference_BT = logprobs_of(
+            reference.model, sequences, temperature=temperature, pack_length=root.data.pack_length
+        )
+        difference_BT = torch.where(
+            sampled.batch.loss_mask_BT, kl_k1(logprobs[name], reference_BT), torch.zeros_like(reference_BT)
+        )
+        result[name] = difference_BT.sum(dim=1).tolist()
+    return result
+
+
+def _rewards(
+    root: EvaluateRoot, samples: Mapping[str, Samples], tokenizers: Mapping[str, Tokenizer]
+) -> dict[str, list[float]]:
+    """Scores of the reward model or function, where one is configured."""
+    if not (root.reward.init_from or root.reward.function):
+        return {}
+    result = {}
+    for name, sampled in samples.items():
+        reward = load_reward(root.reward, tokenizers[name], root.data.pack_length, root.trainer.seed)
+        result[name] = reward.score(sampled.requests).scores_B.tolist()
+    return result
+
+
+def _rule_scores(rule_name: str | None, samples: Mapping[str, Samples]) -> dict[str, list[float]]:
+    if rule_name is None:
+        return {}
+    rule = get_rule(rule_name)
+    return {name: [rule(request)["score"] for request in sampled.requests] for name, sampled in samples.items()}

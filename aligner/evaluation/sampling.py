@@ -1,0 +1,82 @@
+"""Loading a policy from any source and sampling it on fixed prompts; shared by ``generate`` and ``evaluate``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aligner.checkpoint.initialize import initialize_role
+from aligner.config.schema import EvaluateRoot, GenerateRoot
+from aligner.config.section import replace
+from aligner.config.sources import role_source
+from aligner.data.datasets import PromptDataset
+from aligner.data.samples import PromptSample
+from aligner.data.tokenizer import Tokenizer
+from aligner.distributed.collectives import on_all_ranks
+from aligner.distributed.context import RunContext
+from aligner.distributed.topology import Degrees, build_topology, seed_everything
+from aligner.models.role_model import RoleModel
+from aligner.phases.datasets import open_prompts
+from aligner.phases.engine import build_engine, sampling_params
+from aligner.phases.roles import build_role, role_files
+from aligner.rewards.protocol import RewardRequest
+from aligner.rollout.batch import RolloutBatch
+from aligner.rollout.collect import collect, reward_requests
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A frozen policy and its tokenizer."""
+
+    model: RoleModel
+    tokenizer: Tokenizer
+    source: str
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Responses of one policy: the batch, and what a reward sees of each row. Equal on all ranks."""
+
+    batch: RolloutBatch
+    requests: list[RewardRequest]
+
+
+def load_policy(root: GenerateRoot | EvaluateRoot, source: str | None = None) -> Policy:
+    """The policy at ``source`` (default: the actor's) in the actor's layout, without an optimizer. Collective."""
+    role: Any = root.actor if source is None else replace(root.actor, init_from=source)
+    files = on_all_ranks(lambda: role_files(role))
+    topology = build_topology(Degrees.from_config(role.parallel), make_global=True)
+    seed_everything(root.trainer.seed, topology)
+    model = build_role("actor", role, files, head="lm", seed=root.trainer.seed)
+    initialize_role(model, role_source(role), role_in_checkpoint="actor")
+    return Policy(model, files.tokenizer, role_source(role))
+
+
+def load_prompts(
+    root: GenerateRoot | EvaluateRoot, path: str, limit: int | None, tokenizer: Tokenizer, context: RunContext
+) -> list[PromptSample]:
+    """The first ``limit`` usable prompts of ``path``. Collective."""
+    dataset: PromptDataset = open_prompts(path, tokenizer, root.data, context)
+    return [dataset[index] for index in range(min(limit or len(dataset), len(dataset)))]
+
+
+def sample(
+    root: GenerateRoot | EvaluateRoot, policy: Policy, prompts: Sequence[PromptSample], samples_per_prompt: int = 1
+) -> Samples:
+    """Sample responses; the seeds depend on ``trainer.seed`` and the row only. Collective."""
+    engine = build_engine(root.generation, root.data.max_prompt_length, policy.model, policy.tokenizer)
+    engine.resume()
+    engine.publish(version=0)
+    batch = collect(
+        engine,
+        policy.model.topology,
+        prompts,
+        sampling_params(root.generation.sampling, policy.tokenizer),
+        samples_per_prompt=samples_per_prompt,
+        run_seed=root.trainer.seed,
+        step=0,
+        stream="evaluation",
+    )
+    engine.release()
+    return Samples(batch, reward_requests(batch, prompts, policy.tokenizer))
