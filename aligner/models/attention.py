@@ -116,11 +116,10 @@ class SdpaAttention(torch.nn.Module):
         plan, tokens = packed_seq_params, query.size(0)
         if not plan.buckets:
             return self._attend(query, key, value, plan.num_segments).reshape(tokens, -1)
-        parts = [
-            self._attend(*(x.index_select(0, bucket.index_N) for x in (query, key, value)), bucket.segments)
-            for bucket in plan.buckets
-        ]
-        outputs = [part.reshape(bucket.index_N.numel(), -1) for part, bucket in zip(parts, plan.buckets, strict=True)]
+        outputs = []
+        for bucket in plan.buckets:
+            q, k, v = (x.index_select(0, bucket.index_N) for x in (query, key, value))
+            outputs.append(self._attend(q, k, v, bucket.segments).reshape(bucket.index_N.numel(), -1))
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         assert plan.inverse_T is not None
         return joined.index_select(0, plan.inverse_T)

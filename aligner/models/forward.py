@@ -98,10 +98,20 @@ def score_values(model: RoleModel, packs: Sequence[Pack]) -> list[torch.Tensor]:
     return _score(model, packs, _stage_inputs(model, packs), ("values_T",))[0]
 
 
+def score_values_and_ends(model: RoleModel, packs: Sequence[Pack]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """:func:`score_values`, and the value *after* each segment's last token, [rows of the pack] in ``rows`` order."""
+    _require(model, SCALAR)
+    values, heads = _score(model, packs, _stage_inputs(model, packs), ("values_T", "head_T"))
+    return values, _at_ends(packs, heads)
+
+
 def score_rewards(model: RoleModel, packs: Sequence[Pack]) -> list[torch.Tensor]:
     """A reward model's scores at each segment's last token: fp32 CPU tensors [rows of the pack], in ``rows`` order."""
     _require(model, SCALAR)
-    heads = _score(model, packs, _stage_inputs(model, packs), ("head_T",))[0]
+    return _at_ends(packs, _score(model, packs, _stage_inputs(model, packs), ("head_T",))[0])
+
+
+def _at_ends(packs: Sequence[Pack], heads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     ends = [torch.tensor([end - 1 for _, _, end in pack.segments]) for pack in packs]
     return [head_T[end] for head_T, end in zip(heads, ends, strict=True)]
 
@@ -202,7 +212,7 @@ def _stage_inputs(
         wanted[: pack.num_tokens] = True
         if masks is not None:
             wanted[: pack.num_tokens] &= masks[index][: pack.num_tokens].to("cpu", torch.bool)
-        wanted[[start for start in bounds[:-1]]] = False  # the first token of a segment is predicted by nothing
+        wanted[bounds[:-1]] = False  # the first token of a segment is predicted by nothing
         inputs.append(
             StageInput(
                 tokens_T=tokens.to(device),
@@ -236,7 +246,7 @@ def _align(output: StageOutput, batch: StageInput) -> TokenOutput:
 def _run_schedule(
     model: RoleModel,
     inputs: list[StageInput],
-    finish: Callable[[StageInput, int, StageOutput], Any],
+    finish: Callable[..., Any],
     **options: Any,
 ) -> list[Any]:
     """Megatron's schedule over the micro-batches; what ``finish`` reports for each, on the last stage only."""

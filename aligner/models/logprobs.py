@@ -88,9 +88,7 @@ class _LogProbs(torch.autograd.Function):
         return target - logsumexp, entropy
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """d logp/d z = onehot - p, d H/d z = -p (log p + H). The gradient of hidden is this rank's part of a sum."""
         hidden, weight, local, mine, logsumexp, entropy = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden)

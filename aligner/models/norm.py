@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) that works with sequence parallelism, without Transformer Engine."""
+"""RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) that works with sequence parallelism on any device."""
 
 from __future__ import annotations
 

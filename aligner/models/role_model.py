@@ -29,7 +29,7 @@ class RoleModel:
     head: str
     dtype: torch.dtype
     module: RoleTransformer
-    chunks: list[torch.nn.Module]
+    chunks: list[Any]
     optimizer: Any | None = None
     scheduler: Any | None = None
 

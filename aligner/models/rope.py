@@ -77,7 +77,7 @@ class _Rotate(torch.autograd.Function):
         return _rotated(x, cos, sin, 1.0)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return _rotated(grad, cos, sin, -1.0), None, None
 

@@ -130,7 +130,7 @@ class RoleTransformer(LanguageModule):
         self.decoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
 
     def forward(self, batch: StageInput) -> torch.Tensor | StageOutput:
-        """Hidden states [T, 1, h] for the next stage (T / tp under sequence parallelism), or the last stage's output."""
+        """Hidden states [T, 1, h] for the next stage (T / tp rows under sequence parallelism), or the final output."""
         plan, longest = batch.plan, batch.plan.max_seqlen_q
         if self.transformer_engine:
             rotary: Any = self.rotary.angles(longest)

@@ -78,7 +78,7 @@ class HFWeights:
                 raise ModelError(f"{self.files[name]}: tensor {name} cannot be read ({error})") from None
             if tuple(part.get_shape()) != shape:
                 raise ModelError(
-                    f"{self.files[name]}: tensor {name} has shape {part.get_shape()}, but config.json says {list(shape)}"
+                    f"{self.files[name]}: tensor {name} has shape {part.get_shape()}; config.json says {list(shape)}"
                 )
             if dim is None:
                 return part[:].clone()
