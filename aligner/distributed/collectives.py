@@ -29,14 +29,10 @@ def agree(error: BaseException | None = None) -> None:
     """
     if not any_true(error is not None):
         return
-    messages = all_gather_objects(
-        None if error is None else f"{type(error).__name__}: {error}"
-    )
+    messages = all_gather_objects(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
-    failed, message = next(
-        (rank, message) for rank, message in enumerate(messages) if message is not None
-    )
+    failed, message = next((rank, message) for rank, message in enumerate(messages) if message is not None)
     raise RankFailure(f"rank {failed} failed, so this rank stops too: {message}")
 
 
@@ -79,29 +75,18 @@ def all_gather_objects(obj: T, group: dist.ProcessGroup | None = None) -> list[T
     dist.all_gather(lengths, torch.tensor([data.numel()]), group=group)
     longest = int(max(length.item() for length in lengths))
     parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
-    dist.all_gather(
-        parts, torch.nn.functional.pad(data, (0, longest - data.numel())), group=group
-    )
-    return [
-        pickle.loads(part[: int(length)].numpy().tobytes())
-        for part, length in zip(parts, lengths, strict=True)
-    ]
+    dist.all_gather(parts, torch.nn.functional.pad(data, (0, longest - data.numel())), group=group)
+    return [pickle.loads(part[: int(length)].numpy().tobytes()) for part, length in zip(parts, lengths, strict=True)]
 
 
-def all_reduce_sums(
-    sums: Mapping[str, float], group: dist.ProcessGroup | None = None
-) -> dict[str, float]:
+def all_reduce_sums(sums: Mapping[str, float], group: dist.ProcessGroup | None = None) -> dict[str, float]:
     """Sums over the ranks of ``group``, key by key; a key that some ranks lack counts 0 there.
 
     The result has every key that any rank has, sorted.
     """
-    gathered = all_gather_objects(
-        {name: float(value) for name, value in sums.items()}, group
-    )
+    gathered = all_gather_objects({name: float(value) for name, value in sums.items()}, group)
     names = sorted({name for rank_sums in gathered for name in rank_sums})
-    return {
-        name: sum(rank_sums.get(name, 0.0) for rank_sums in gathered) for name in names
-    }
+    return {name: sum(rank_sums.get(name, 0.0) for rank_sums in gathered) for name in names}
 
 
 def all_gather_rows(
@@ -123,27 +108,14 @@ def all_gather_rows(
     Raises:
         ValueError: on every rank of the group, when rows are missing or doubled or shapes differ.
     """
-    heads = all_gather_objects(
-        (list(local_rows), tuple(values.shape), values.dtype), group
-    )
+    heads = all_gather_objects((list(local_rows), tuple(values.shape), values.dtype), group)
     rows = [row for rank_rows, _, _ in heads for row in rank_rows]
     if sorted(rows) != list(range(num_rows)):
-        raise ValueError(
-            f"ranks hold rows {sorted(rows)}, but each of 0..{num_rows - 1} is needed exactly once"
-        )
-    if len({(shape[1:], dtype) for _, shape, dtype in heads}) != 1 or any(
-        len(r) != s[0] for r, s, _ in heads
-    ):
-        raise ValueError(
-            f"rows of different shapes or types on different ranks: {[head[1:] for head in heads]}"
-        )
+        raise ValueError(f"ranks hold rows {sorted(rows)}, but each of 0..{num_rows - 1} is needed exactly once")
+    if len({(shape[1:], dtype) for _, shape, dtype in heads}) != 1 or any(len(r) != s[0] for r, s, _ in heads):
+        raise ValueError(f"rows of different shapes or types on different ranks: {[head[1:] for head in heads]}")
     longest = max(len(rank_rows) for rank_rows, _, _ in heads)
-    flat = (
-        values.detach()
-        .contiguous()
-        .reshape(len(local_rows), math.prod(values.shape[1:]))
-        .view(torch.uint8)
-    )
+    flat = values.detach().contiguous().reshape(len(local_rows), math.prod(values.shape[1:])).view(torch.uint8)
     padded = torch.zeros((longest, flat.shape[1]), dtype=torch.uint8)
     padded[: len(local_rows)] = flat
     parts = [torch.empty_like(padded) for _ in heads]

@@ -26,9 +26,7 @@ class CpuAdam(torch.optim.Optimizer):
         adam_w_mode: bool = True,
     ) -> None:
         self.adam_w_mode = adam_w_mode
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        )
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def initialize_state(self, param: torch.Tensor) -> None:
         """Zero moments for ``param``, as before a first step."""
@@ -36,7 +34,7 @@ class CpuAdam(torch.optim.Optimizer):
         self.state[param]["exp_avg_sq"] = torch.zeros_like(param.data)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -46,9 +44,7 @@ class CpuAdam(torch.optim.Optimizer):
             if not group["params"]:
                 continue
             group["step"] = group.get("step", 0) + 1
-            params = [
-                p for p in group["params"] if p.grad is not None and p.numel() > 0
-            ]
+            params = [p for p in group["params"] if p.grad is not None and p.numel() > 0]
             for param in params:
                 if not self.state[param]:
                     self.initialize_state(param)

@@ -60,18 +60,14 @@ def _itself() -> Callable[..., Any]:
 
 
 def _get_rng_state() -> Callable[..., torch.Tensor]:
-    def get_rng_state(
-        device: Any = None, clone: bool = False, graph_safe: bool = False
-    ) -> torch.Tensor:
+    def get_rng_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
         return torch.default_generator.get_state()
 
     return get_rng_state
 
 
 def _set_rng_state() -> Callable[..., None]:
-    def set_rng_state(
-        new_state: torch.Tensor, device: Any = None, graph_safe: bool = False
-    ) -> None:
+    def set_rng_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
         torch.default_generator.set_state(new_state)
 
     return set_rng_state
@@ -155,11 +151,7 @@ MEGATRON_ATTRIBUTES: dict[str, dict[str, Any]] = _megatron_attributes()
 #: Everything :func:`install` replaces, as dotted names; ``megatron.core:'x'`` is a constant in Megatron's code.
 REPLACED: tuple[str, ...] = (
     *TORCH_ATTRIBUTES,
-    *(
-        f"{module}.{name}"
-        for module, names in MEGATRON_ATTRIBUTES.items()
-        for name in names
-    ),
+    *(f"{module}.{name}" for module, names in MEGATRON_ATTRIBUTES.items() for name in names),
     *(f"{_MEGATRON}:'{constant}'" for constant in CONSTANTS),
 )
 
@@ -176,9 +168,7 @@ def exchange_constants(code: types.CodeType) -> types.CodeType:
             return exchange_constants(constant)
         return constant
 
-    return code.replace(
-        co_consts=tuple(exchange(constant) for constant in code.co_consts)
-    )
+    return code.replace(co_consts=tuple(exchange(constant) for constant in code.co_consts))
 
 
 class _CpuLoader(importlib.machinery.SourceFileLoader):
@@ -194,9 +184,7 @@ class _CpuLoader(importlib.machinery.SourceFileLoader):
             super().exec_module(module)
         for name, value in MEGATRON_ATTRIBUTES.get(module.__name__, {}).items():
             if not hasattr(module, name):
-                raise ImportError(
-                    f"{module.__name__} has no '{name}': this megatron-core release is not supported"
-                )
+                raise ImportError(f"{module.__name__} has no '{name}': this megatron-core release is not supported")
             setattr(module, name, value)
 
 
@@ -212,10 +200,7 @@ class _MegatronFinder(MetaPathFinder):
         if fullname != _MEGATRON and not fullname.startswith(_MEGATRON + "."):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if (
-            spec is not None
-            and type(spec.loader) is importlib.machinery.SourceFileLoader
-        ):
+        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
             spec.loader = _CpuLoader(spec.loader.name, spec.loader.path)
         return spec
 
@@ -238,9 +223,7 @@ def install() -> None:
     if torch.cuda.is_available() or installed():
         return
     if _MEGATRON in sys.modules:
-        raise ImportError(
-            "import aligner.distributed before megatron.core: on a CPU Megatron is adapted as it loads"
-        )
+        raise ImportError("import aligner.distributed before megatron.core: on a CPU Megatron is adapted as it loads")
     for dotted, replacement in TORCH_ATTRIBUTES.items():
         owner: Any = torch
         *path, name = dotted.split(".")[1:]

@@ -30,7 +30,7 @@ _at_shutdown: list[Callable[[], None]] = []
 
 @dataclass(frozen=True)
 class Platform:
-    """``kind`` is ``cpu`` or ``cuda``; ``backend`` what ``torch.distributed`` is started with; ``device`` this rank's."""
+    """``kind``: ``cpu`` or ``cuda``; ``backend``: of the default process group; ``device``: this rank's."""
 
     kind: str
     backend: str
@@ -85,17 +85,13 @@ def rank_environment(environ: Mapping[str, str] = os.environ) -> RankEnvironment
             local_world_size=_number(environ, "SLURM_NTASKS_PER_NODE", default=1),
             master=(_slurm_master(environ), _slurm_port(environ)),
         )
-    return RankEnvironment(
-        rank=0, world_size=1, local_rank=0, local_world_size=1, master=None
-    )
+    return RankEnvironment(rank=0, world_size=1, local_rank=0, local_world_size=1, master=None)
 
 
 def _text(environ: Mapping[str, str], name: str) -> str:
     value = environ.get(name, "")
     if not value:
-        raise ConfigError(
-            f"environment variable {name} is not set; start ranks with aligner, torchrun or srun"
-        )
+        raise ConfigError(f"environment variable {name} is not set; start ranks with aligner, torchrun or srun")
     return value
 
 
@@ -104,9 +100,7 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
         return default
     value = _text(environ, name)
     if not value.isdigit():
-        raise ConfigError(
-            f"environment variable {name} is '{value}', but a number is needed"
-        )
+        raise ConfigError(f"environment variable {name} is '{value}', but a number is needed")
     return int(value)
 
 
@@ -124,28 +118,17 @@ def _slurm_master(environ: Mapping[str, str]) -> str:
         ).stdout.split()
         return hosts[0]
     except (OSError, subprocess.SubprocessError, IndexError) as error:
-        raise ConfigError(
-            f"cannot read the first host of '{nodes}' from scontrol ({error}); set MASTER_ADDR"
-        ) from None
+        raise ConfigError(f"cannot read the first host of '{nodes}' from scontrol ({error}); set MASTER_ADDR") from None
 
 
 def _slurm_port(environ: Mapping[str, str]) -> int:
     """MASTER_PORT, else one that differs between jobs (and steps of a job) on the same host: 20000-59999."""
     if environ.get("MASTER_PORT"):
         return _number(environ, "MASTER_PORT")
-    return (
-        20000
-        + (
-            _number(environ, "SLURM_JOB_ID") * 16
-            + _number(environ, "SLURM_STEP_ID", default=0) % 16
-        )
-        % 40000
-    )
+    return 20000 + (_number(environ, "SLURM_JOB_ID") * 16 + _number(environ, "SLURM_STEP_ID", default=0) % 16) % 40000
 
 
-def initialize(
-    threads: int | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
-) -> Platform:
+def initialize(threads: int | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> Platform:
     """Start this rank: threads, device and default process group. A collective of all ranks; a second call only
     returns the platform.
 
@@ -177,9 +160,7 @@ def initialize(
         return platform
     address, port = environment.master
     if address in ("localhost", "127.0.0.1", "::1"):
-        os.environ.setdefault(
-            "GLOO_SOCKET_IFNAME", "lo"
-        )  # the host name need not resolve
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host name need not resolve
     os.environ.update(
         RANK=str(environment.rank),
         WORLD_SIZE=str(environment.world_size),

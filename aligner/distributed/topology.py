@@ -54,7 +54,7 @@ class Degrees:
 
     @staticmethod
     def from_config(section: ParallelSection) -> Degrees:
-        """The degrees in ``section``; ``sequence_parallel`` without tensor parallelism has nothing to split and is off."""
+        """The degrees in ``section``. Sequence parallelism is off where there is no tensor parallelism to go with."""
         tp = section.tensor_model_parallel_size
         return Degrees(
             tp=tp,
@@ -75,9 +75,7 @@ class Degrees:
         """Raise :class:`TopologyError` unless these degrees are built and fit ``world_size`` ranks."""
         for name, value in (("tp", self.tp), ("pp", self.pp)):
             if value < 1:
-                raise TopologyError(
-                    f"parallel degree {name} = {value}; it must be at least 1"
-                )
+                raise TopologyError(f"parallel degree {name} = {value}; it must be at least 1")
         for name, key in (
             ("vp", "virtual_pipeline_model_parallel_size"),
             ("cp", "context_parallel_size"),
@@ -85,9 +83,7 @@ class Degrees:
             ("etp", "expert_tensor_parallel_size"),
         ):
             if getattr(self, name) != 1:
-                raise TopologyError(
-                    f"{key} = {getattr(self, name)} is not built yet; set it to 1"
-                )
+                raise TopologyError(f"{key} = {getattr(self, name)} is not built yet; set it to 1")
         if world_size % self.model_size:
             working = [n for n in range(1, world_size + 1) if world_size % n == 0]
             raise TopologyError(
@@ -147,9 +143,7 @@ class Topology:
         """The point-to-point communicator of this rank's pipeline for a model's ``config`` (made once a config)."""
         known = self._communicators.get(id(config))
         if known is None or known.config is not config:
-            known = self._communicators[id(config)] = P2PCommunicator(
-                pp_group=self.pg.pp, config=config
-            )
+            known = self._communicators[id(config)] = P2PCommunicator(pp_group=self.pg.pp, config=config)
         return known
 
 
@@ -233,15 +227,8 @@ def _own_groups(degrees: Degrees) -> ProcessGroupCollection:
         tp=tp,
         pp=pp,
         mp=model,
-        embd=make(
-            [parallel_state.default_embedding_ranks(ranks) for ranks in pipelines]
-        ),
-        pos_embd=make(
-            [
-                parallel_state.default_position_embedding_ranks(ranks)
-                for ranks in pipelines
-            ]
-        ),
+        embd=make([parallel_state.default_embedding_ranks(ranks) for ranks in pipelines]),
+        pos_embd=make([parallel_state.default_position_embedding_ranks(ranks) for ranks in pipelines]),
         cp=alone,
         tp_cp=tp,
         hcp=None,

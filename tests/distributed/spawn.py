@@ -27,18 +27,14 @@ import torch.distributed as dist
 GRACE_S = 2.0  # for other ranks to report their own error after the first
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["aligner.distributed.topology", "tests.distributed.preload"]
-)
+_context.set_forkserver_preload(["aligner.distributed.topology", "tests.distributed.preload"])
 
 
 class RankError(AssertionError):
     """A rank raised, died or did not end in time; the message holds its traceback."""
 
 
-def run_ranks(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0
-) -> list[Any]:
+def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
     """Call ``fn(*args)`` on ``world_size`` ranks; returns their results in rank order.
 
     Args:
@@ -61,10 +57,7 @@ def run_ranks(
             for process in processes:
                 process.start()
             _wait(processes, Path(scratch), timeout)
-            return [
-                pickle.loads((Path(scratch) / f"{rank}.result").read_bytes())
-                for rank in range(world_size)
-            ]
+            return [pickle.loads((Path(scratch) / f"{rank}.result").read_bytes()) for rank in range(world_size)]
         finally:
             for process in processes:
                 _end(process)
@@ -76,9 +69,7 @@ def _wait(processes: list[Any], scratch: Path, timeout: float) -> None:
     while running:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise RankError(
-                f"ranks {sorted(running)} did not end within {timeout:.0f} s\n{_errors(scratch)}"
-            )
+            raise RankError(f"ranks {sorted(running)} did not end within {timeout:.0f} s\n{_errors(scratch)}")
         wait([processes[rank].sentinel for rank in running], timeout=left)
         for rank in list(running):
             code = processes[rank].exitcode
@@ -87,23 +78,15 @@ def _wait(processes: list[Any], scratch: Path, timeout: float) -> None:
             running.discard(rank)
             if code != 0:
                 wait_until = time.monotonic() + GRACE_S
-                while time.monotonic() < wait_until and any(
-                    p.exitcode is None for p in processes
-                ):
+                while time.monotonic() < wait_until and any(p.exitcode is None for p in processes):
                     time.sleep(0.05)
-                raise RankError(
-                    f"rank {rank} ended with exit code {code}\n{_errors(scratch)}"
-                )
+                raise RankError(f"rank {rank} ended with exit code {code}\n{_errors(scratch)}")
 
 
 def _errors(scratch: Path) -> str:
     """The tracebacks the ranks left, oldest first: the first is the cause, the others usually follow from it."""
-    markers = sorted(
-        scratch.glob("*.error"), key=lambda marker: marker.stat().st_mtime_ns
-    )
-    return "\n".join(
-        f"--- rank {marker.stem}\n{marker.read_text()}" for marker in markers
-    )
+    markers = sorted(scratch.glob("*.error"), key=lambda marker: marker.stat().st_mtime_ns)
+    return "\n".join(f"--- rank {marker.stem}\n{marker.read_text()}" for marker in markers)
 
 
 def _end(process: Any) -> None:
@@ -145,7 +128,7 @@ def _rank_main(
         result = pickle.dumps(fn(*args))
         (Path(scratch) / f"{rank}.result").write_bytes(result)
         platform.shutdown()
-    except BaseException:  # noqa: BLE001 - whatever it is, the parent shows it
+    except BaseException:
         (Path(scratch) / f"{rank}.error").write_text(traceback.format_exc())
         sys.stderr.flush()
         os._exit(1)
