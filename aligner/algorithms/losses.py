@@ -8,19 +8,11 @@ sums of what is reported. A reported mean is its sum over the global count. What
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 
-
-@dataclass(frozen=True)
-class LossTerms:
-    """loss_sum: scalar with gradient; count: tokens or pairs in it; sums: detached scalars."""
-
-    loss_sum: torch.Tensor
-    count: int
-    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+from aligner.models.forward import LossTerms
 
 
 def sft_loss(logprobs_T: torch.Tensor, mask_T: torch.Tensor) -> LossTerms:

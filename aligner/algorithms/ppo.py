@@ -86,14 +86,13 @@ def ppo_step(ppo: PPO, training: TrainingRun, step: int) -> tuple[RolloutBatch, 
         ppo.engine.release()
 
     # 2 SCORE: whole responses by the reward; per-token log-probs by policy and reference; values by the critic
-    sequences = batch.sequences()
     with timers("reward"):
         reward = roles.reward.score(reward_requests(batch, prompts, roles.tokenizer))
     with timers("logprobs"):
-        policy_BT = logprobs_of(roles.actor, sequences, temperature=ppo.temperature, pack_length=pack)
-        reference_BT = logprobs_of(roles.reference, sequences, temperature=ppo.temperature, pack_length=pack)
+        policy_BT = logprobs_of(roles.actor, batch, temperature=ppo.temperature, pack_length=pack)
+        reference_BT = logprobs_of(roles.reference, batch, temperature=ppo.temperature, pack_length=pack)
     with timers("values"):
-        values_BT, bootstrap_B = values_of(roles.critic, sequences, pack_length=pack)
+        values_BT, bootstrap_B = values_of(roles.critic, batch, pack_length=pack)
     batch = batch.replace(
         scores_B=reward.scores_B,
         policy_logprobs_BT=policy_BT,
@@ -132,7 +131,7 @@ def ppo_step(ppo: PPO, training: TrainingRun, step: int) -> tuple[RolloutBatch, 
                         update_policy(roles.actor, mini_batch, config, temperature=ppo.temperature, pack_length=pack)
                     )
     ppo.kl.update(metrics[names.INIT_POLICY_KL], len(batch))
-    return batch, metrics | updates.result()
+    return batch, metrics | updates.means()
 
 
 def build(root: PPORoot, context: RunContext) -> PPO:

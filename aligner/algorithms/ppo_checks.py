@@ -52,7 +52,7 @@ def _check_reference(ppo: PPO, batch: RolloutBatch) -> None:
 def _check_ratio(ppo: PPO, batch: RolloutBatch) -> None:
     assert batch.policy_logprobs_BT is not None
     again_BT = logprobs_of(
-        ppo.roles.actor, batch.sequences(), temperature=ppo.temperature, pack_length=ppo.config.data.pack_length
+        ppo.roles.actor, batch, temperature=ppo.temperature, pack_length=ppo.config.data.pack_length
     )
     ratios = torch.exp(again_BT - batch.policy_logprobs_BT)[batch.loss_mask_BT]
     if not bool((ratios == 1.0).all()):

@@ -30,10 +30,10 @@ def validate(ppo: PPO, context: RunContext, step: int) -> dict[str, float]:
     ppo.engine.release()
     requests = reward_requests(batch, prompts, ppo.roles.tokenizer)
     scores_B = ppo.roles.reward.score(requests).scores_B
-    sequences, pack = batch.sequences(), ppo.config.data.pack_length
-    policy_BT = logprobs_of(ppo.roles.actor, sequences, temperature=ppo.temperature, pack_length=pack)
-    reference_BT = logprobs_of(ppo.roles.reference, sequences, temperature=ppo.temperature, pack_length=pack)
-    kl_B = (kl_k1(policy_BT, reference_BT) * batch.loss_mask_BT).sum(dim=1)
+    pack = ppo.config.data.pack_length
+    policy_BT = logprobs_of(ppo.roles.actor, batch, temperature=ppo.temperature, pack_length=pack)
+    reference_BT = logprobs_of(ppo.roles.reference, batch, temperature=ppo.temperature, pack_length=pack)
+    kl_B = kl_k1(policy_BT, reference_BT).sum(dim=1)  # both are 0 where the policy wrote nothing
     if context.rank == 0:
         rows = (
             {

@@ -53,6 +53,7 @@ class PackedPairs:
 
     def loss(self, output: TokenOutput, micro_batch: int) -> LossTerms:
         """The loss function of ``train_step``."""
+        assert output.head_T is not None
         ends = torch.tensor([end - 1 for _, _, end in self.packs[micro_batch].segments])
         scores = output.head_T[ends.to(output.head_T.device)]
         return bradley_terry_loss(scores[0::2], scores[1::2])

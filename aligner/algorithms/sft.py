@@ -51,7 +51,7 @@ def run(root: SFTRoot, context: RunContext) -> None:
             with training.timers("data"):
                 batch = pack_text(actor, train, indices, root.data.pack_length)
             with training.timers("train"), training.dump_on_failure(step, partial(save_packs, batch.packs)):
-                result = train_step(actor, batch.packs, loss_over(batch.loss_masks))
+                result = train_step(actor, batch.packs, loss_over(batch.loss_masks), masks=batch.loss_masks)
             tokens = result.sums["count"]
             metrics = {
                 names.TRAIN_LOSS: result.sums["loss"] / tokens,
@@ -81,15 +81,22 @@ def pack_text(actor: RoleModel, dataset: TextDataset, indices: Sequence[int], pa
 
 def loss_over(loss_masks: Sequence[torch.Tensor]) -> Callable[[TokenOutput, int], LossTerms]:
     """The loss function of ``train_step`` for these micro-batches."""
-    return lambda output, micro_batch: sft_loss(output.logprobs_T, loss_masks[micro_batch])
+
+
+    def loss(output: TokenOutput, micro_batch: int) -> LossTerms:
+        assert output.logprobs_T is not None
+        return sft_loss(output.logprobs_T, loss_masks[micro_batch].to(output.logprobs_T.device))
+
+    return loss
 
 
 def mean_loss(actor: RoleModel, dataset: TextDataset, pack_length: int) -> float:
     """Loss a token over all of ``dataset``, in nats. Collective."""
     batch = pack_text(actor, dataset, range(len(dataset)), pack_length)
+    scored = score_logprobs(actor, batch.packs, masks=batch.loss_masks)
     terms = [
         sft_loss(logprobs_T, mask_T)
-        for logprobs_T, mask_T in zip(score_logprobs(actor, batch.packs), batch.loss_masks, strict=True)
+        for logprobs_T, mask_T in zip(scored, batch.loss_masks, strict=True)
     ]
     sums = {"loss": sum(float(term.loss_sum) for term in terms), "count": float(sum(term.count for term in terms))}
     total = all_reduce_sums(sums, actor.topology.pg.dp)

@@ -11,12 +11,12 @@ import torch
 from rich.console import Console
 
 from aligner.config.schema import EvaluateRoot
+from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.context import RunContext
 from aligner.evaluation.responses import EvaluatedResponse
 from aligner.evaluation.runner import Comparison, compare
 from aligner.evaluation.sampling import Samples, load_policy, load_prompts, sample
 from aligner.phases.roles import load_reward
-from aligner.data.tokenizer import Tokenizer
 from aligner.rewards.rules import get_rule
 from aligner.rollout.advantages import kl_k1
 from aligner.rollout.score import logprobs_of
@@ -40,7 +40,7 @@ def run(root: EvaluateRoot, context: RunContext) -> Comparison:
             console.print(f"{name}: {len(prompts)} prompts, {source}", markup=False)
         samples[name] = sample(root, policy, prompts)
         logprobs[name] = logprobs_of(
-            policy.model, samples[name].batch.sequences(), temperature=temperature, pack_length=root.data.pack_length
+            policy.model, samples[name].batch, temperature=temperature, pack_length=root.data.pack_length
         )
         del policy
     kl = _kl_from(root, kl_from, samples, logprobs, tokenizers, temperature)
@@ -97,14 +97,10 @@ def _kl_from(
     for name, sampled in samples.items():
         if tokenizers[name].fingerprint() != tokenizers[kl_from].fingerprint():
             continue
-        sequences = sampled.batch.sequences()
         reference_BT = logprobs_of(
-            reference.model, sequences, temperature=temperature, pack_length=root.data.pack_length
+            reference.model, sampled.batch, temperature=temperature, pack_length=root.data.pack_length
         )
-        difference_BT = torch.where(
-            sampled.batch.loss_mask_BT, kl_k1(logprobs[name], reference_BT), torch.zeros_like(reference_BT)
-        )
-        result[name] = difference_BT.sum(dim=1).tolist()
+        result[name] = kl_k1(logprobs[name], reference_BT).sum(dim=1).tolist()
     return result
 
 

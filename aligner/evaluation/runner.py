@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -64,8 +65,10 @@ class Comparison:
 
     def print(self, console: Console | None = None) -> None:
         """Print the rows as a table, one column a checkpoint."""
-        table = Table(title=f"{self.prompts} prompts, {self.confidence:.0%} intervals", title_justify="left")
-        table.add_column("")
+        table = Table(
+            box=SIMPLE_HEAD, title=f"{self.prompts} prompts, {self.confidence:.0%} intervals", title_justify="left"
+        )
+        table.add_column("", no_wrap=True)
         for name in self.rows:
             table.add_column(escape(name), justify="right")
         for label, key, interval, style in _table_lines(self.rows, self.baseline, self.kl_from):
@@ -262,7 +265,7 @@ def _table_lines(rows: Mapping[str, Mapping[str, Any]], baseline: str, kl_from: 
         if key.startswith(prefix) and not key.endswith("_interval"):
             judge = key.removeprefix(prefix)
             label = {"reward": "reward model"}.get(judge, judge)
-            lines.append((f"win rate vs {baseline}, {label}", key, f"{key}_interval", ".0%"))
+            lines.append((f"win rate, {label}", key, f"{key}_interval", ".0%"))
     return [line for line in lines if any(line[1] in row for row in rows.values())]
 
 
@@ -272,5 +275,6 @@ def _cell(row: Mapping[str, Any], key: str, interval: str, style: str) -> str:
     text = format(row[key], style)
     if interval in row and row[interval][0] < row[interval][1]:
         low, high = row[interval]
-        text += f" \\[{format(low, style)}, {format(high, style)}]"
+        style = style.replace(".3f", ".2f")
+        text += f"\n[dim]\\[{format(low, style)}, {format(high, style)}][/]"
     return text

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aligner.checkpoint.initialize import initialize_role
 from aligner.config.schema import EvaluateRoot, GenerateRoot
 from aligner.config.section import replace
 from aligner.config.sources import role_source
@@ -19,7 +18,7 @@ from aligner.distributed.topology import Degrees, build_topology, seed_everythin
 from aligner.models.role_model import RoleModel
 from aligner.phases.datasets import open_prompts
 from aligner.phases.engine import build_engine, sampling_params
-from aligner.phases.roles import build_role, role_files
+from aligner.phases.roles import build_role, fill, role_files
 from aligner.rewards.protocol import RewardRequest
 from aligner.rollout.batch import RolloutBatch
 from aligner.rollout.collect import collect, reward_requests
@@ -49,7 +48,7 @@ def load_policy(root: GenerateRoot | EvaluateRoot, source: str | None = None) ->
     topology = build_topology(Degrees.from_config(role.parallel), make_global=True)
     seed_everything(root.trainer.seed, topology)
     model = build_role("actor", role, files, head="lm", seed=root.trainer.seed)
-    initialize_role(model, role_source(role), role_in_checkpoint="actor")
+    fill(model, role_source(role), ("actor",))
     return Policy(model, files.tokenizer, role_source(role))
 
 

@@ -7,14 +7,16 @@ itself has saved is built empty here and filled by the checkpoint (``algorithms/
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from aligner.checkpoint.checkpointer import Checkpointer
-from aligner.checkpoint.initialize import initialize_role, read_extra, resolve_source
+from aligner.checkpoint import manifest
+from aligner.checkpoint.checkpointer import Checkpointer, read_extra
+from aligner.checkpoint.initialize import Source, initialize_role, resolve_source
 from aligner.config.hf_config import Architecture, read_architecture
 from aligner.config.schema import PPOConfig, PPORoot, RewardConfig, RMRoot, SFTRoot
 from aligner.config.sources import MODEL_DIRECTORY, model_files, role_source
@@ -22,7 +24,7 @@ from aligner.data.tokenizer import Tokenizer, load_tokenizer
 from aligner.distributed.collectives import on_all_ranks
 from aligner.distributed.context import RunContext
 from aligner.distributed.topology import Degrees, build_topology, seed_everything
-from aligner.errors import ConfigError
+from aligner.errors import CheckpointError, ConfigError
 from aligner.models.build import build_model
 from aligner.models.role_model import RoleModel
 from aligner.rewards.function import FunctionReward
@@ -85,6 +87,26 @@ def build_role(
     )
 
 
+def fill(model: RoleModel, source: str, roles: Sequence[str]) -> None:
+    """The weights at ``source``; of a checkpoint's models the first of ``roles`` that it has. Collective.
+
+    A policy's weights fill a scalar model without its head, which keeps its seeded start.
+    """
+
+    def choose() -> tuple[Source, str]:
+        found = resolve_source(resolve_model_directory(source))
+        if found.kind == "hf":
+            return found, ""
+        saved = manifest.read(found.path).roles
+        for role in roles:
+            if role in saved:
+                return found, role
+        raise CheckpointError(f"{found.path} holds {', '.join(saved)}; {model.name} can start from {' or '.join(roles)}")
+
+    found, role = on_all_ranks(choose)
+    initialize_role(model, found, role, strict=not (model.head == "scalar" and role == "actor"))
+
+
 def load_actor(root: SFTRoot, context: RunContext) -> tuple[RoleModel, Tokenizer]:
     """The policy to train. Collective."""
     return _load_trained("actor", root.actor, root, context, head="lm", horizon=root.trainer.max_steps)
@@ -103,7 +125,7 @@ def load_ppo_roles(root: PPORoot, context: RunContext) -> PPORoles:
     actor, tokenizer = _load_trained("actor", root.actor, root, context, head="lm", horizon=horizon)
     reference_files = on_all_ranks(lambda: role_files(root.reference))
     reference = build_role("reference", root.reference, reference_files, head="lm", seed=seed)
-    initialize_role(reference, role_source(root.reference), role_in_checkpoint="actor")
+    fill(reference, role_source(root.reference), ("actor",))
     on_all_ranks(lambda: _require_same_tokenizer("reference", reference_files.tokenizer, tokenizer))
     reward = load_reward(root.reward, tokenizer, root.data.pack_length, seed)
     critic = _load_critic(root, tokenizer, context)
@@ -117,7 +139,7 @@ def load_reward(config: RewardConfig, tokenizer: Tokenizer, pack_length: int, se
         return on_all_ranks(lambda: FunctionReward(function))
     files = on_all_ranks(lambda: role_files(config))
     model = build_role("reward", config, files, head="scalar", seed=seed)
-    initialize_role(model, role_source(config), role_in_checkpoint="reward")
+    fill(model, role_source(config), ("reward",))
     statistics = reward_statistics(config) if config.standardize else None
     return ModelReward(model, files.tokenizer, tokenizer, statistics=statistics, pack_length=pack_length)
 
@@ -158,7 +180,7 @@ def _load_critic(root: PPORoot, tokenizer: Tokenizer, context: RunContext) -> Ro
     critic = build_role("critic", root.critic, files, head="scalar", seed=root.trainer.seed, horizon=horizon)
     if _is_resumed(context):
         return critic
-    initialize_role(critic, path, role_in_checkpoint={"reward": "reward", "actor": "actor"}.get(root.critic.init_from))
+    fill(critic, path, ("critic", "reward", "actor"))
     if root.critic.init_from == "reward" and root.reward.standardize:
         statistics = reward_statistics(root.reward)
         critic.absorb_affine(mean=statistics.mean, std=statistics.std)
@@ -180,7 +202,7 @@ def _load_trained(
     seed_everything(root.trainer.seed, topology)
     model = build_role(name, role, files, head=head, seed=root.trainer.seed, horizon=horizon)
     if not _is_resumed(context):
-        initialize_role(model, role_source(role), role_in_checkpoint=name)
+        fill(model, role_source(role), ("reward", "actor") if name == "reward" else ("actor",))
     on_all_ranks(lambda: keep_model_files(files, context))
     return model, files.tokenizer
 

@@ -13,7 +13,9 @@ from aligner.rewards.rules import Rule
 _NEEDED = {"messages": list, "response": str, "finish_reason": str, "tokens": int}
 
 
-def label_pairs(rows: Iterable[tuple[str, Mapping[str, Any]]], rule: Rule, min_margin: float) -> Iterator[dict[str, Any]]:
+def label_pairs(
+    rows: Iterable[tuple[str, Mapping[str, Any]]], rule: Rule, min_margin: float
+) -> Iterator[dict[str, Any]]:
     """Pairs of the responses in ``rows``: (place, row of ``aligner generate``), samples of one prompt in any order.
 
     Of each prompt the response with the highest score is chosen and the one with the lowest rejected, unless their

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import torch
 
 from aligner.data.loader import rows_of_rank
-from aligner.data.packing import Pack, gather_rows
+from aligner.data.packing import Pack, gather_rows, pack_rows
 from aligner.distributed.collectives import all_gather_rows
 from aligner.distributed.topology import Topology
-from aligner.models.forward import score_logprobs, score_values
+from aligner.models.forward import score_logprobs, score_values_and_ends
 from aligner.models.packs import pack_for
 from aligner.models.role_model import RoleModel
+from aligner.rollout.batch import RolloutBatch
 
 
 @dataclass(frozen=True)
@@ -35,33 +36,34 @@ def rows_for_role(topology: Topology, sequences: Sequence[torch.Tensor], pack_le
 
 
 def logprobs_of(
-    model: RoleModel, sequences: Sequence[torch.Tensor], *, temperature: float, pack_length: int
+    model: RoleModel, batch: RolloutBatch, *, temperature: float, pack_length: int
 ) -> torch.Tensor:
-    """[B, T] log p(token) under ``model`` at ``temperature`` (full softmax)."""
-    share = rows_for_role(model.topology, sequences, pack_length)
-    per_pack = score_logprobs(model, share.packs, temperature=temperature)
-    return _share(model.topology, share, per_pack, sequences)
+    """[B, T] log p(token) under ``model`` at ``temperature`` (full softmax) of the tokens that the policy wrote, else 0."""
+    share = rows_for_role(model.topology, batch.sequences(), pack_length)
+    masks = per_pack(share, batch.loss_mask_BT)
+    scored = score_logprobs(model, share.packs, temperature=temperature, masks=masks)
+    return _all_rows(model.topology, share, scored, batch)
 
 
-def values_of(
-    model: RoleModel, sequences: Sequence[torch.Tensor], *, pack_length: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def values_of(model: RoleModel, batch: RolloutBatch, *, pack_length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """[B, T] value of each token (predicted before it is seen) and [B] value after the last token."""
-    share = rows_for_role(model.topology, sequences, pack_length)
-    scored = score_values(model, share.packs)
-    values_BT = _share(model.topology, share, [value.values_T for value in scored], sequences)
-    last_N1 = torch.zeros(len(share.rows), 1)
-    for pack, value in zip(share.packs, scored, strict=True):
-        for (row, _, end), _unused in zip(pack.segments, pack.rows, strict=True):
-            last_N1[row, 0] = value.head_T[end - 1]
-    group = model.topology.pg.dp
-    last_B = all_gather_rows(share.rows, last_N1, len(sequences), group)[:, 0]
-    return values_BT, last_B
+    share = rows_for_role(model.topology, batch.sequences(), pack_length)
+    values, ends = score_values_and_ends(model, share.packs)
+    values_BT = _all_rows(model.topology, share, values, batch)
+    last_N = torch.zeros(len(share.rows))
+    for pack, end_S in zip(share.packs, ends, strict=True):
+        last_N[list(pack.rows)] = end_S
+    return values_BT, all_gather_rows(share.rows, last_N, len(batch), model.topology.pg.dp)
 
 
-def _share(
-    topology: Topology, share: RoleRows, per_pack: Sequence[torch.Tensor], sequences: Sequence[torch.Tensor]
+def per_pack(share: RoleRows, values_BT: torch.Tensor) -> list[torch.Tensor]:
+    """[T] values of each pack of ``share``, from rows of the global batch."""
+    local = values_BT[torch.tensor(share.rows, dtype=torch.int64)]
+    return [pack_rows(pack, local) for pack in share.packs]
+
+
+def _all_rows(
+    topology: Topology, share: RoleRows, scored: Sequence[torch.Tensor], batch: RolloutBatch
 ) -> torch.Tensor:
-    width = max(int(sequence.numel()) for sequence in sequences)
-    local = gather_rows(share.packs, per_pack, len(share.rows), width)
-    return all_gather_rows(share.rows, local, len(sequences), topology.pg.dp)
+    local = gather_rows(share.packs, scored, len(share.rows), batch.tokens_BT.shape[1])
+    return all_gather_rows(share.rows, local, len(batch), topology.pg.dp)
