@@ -34,3 +34,12 @@ def encode_tree(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [encode_tree(item) for item in value]
     return encode_number(value) if isinstance(value, float) else value
+
+
+def decode_tree(value: Any) -> Any:
+    """The inverse of :func:`encode_tree` (tuples come back as lists)."""
+    if isinstance(value, dict):
+        return {name: decode_tree(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [decode_tree(item) for item in value]
+    return decode_number(value)
