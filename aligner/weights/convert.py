@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,17 @@ from aligner.distributed import platform
 from aligner.distributed.topology import Topology
 from aligner.errors import ModelError
 from aligner.models.role_model import RoleModel
-from aligner.weights.table import Entry, build_table, find_entry, hf_names, hf_shapes, pack, shard_ranges, unpack
+from aligner.weights.table import (
+    Entry,
+    build_table,
+    find_entry,
+    hf_names,
+    hf_shapes,
+    pack,
+    shard_ranges,
+    unpack,
+    walk,
+)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -38,51 +48,73 @@ class HFWeights:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        self.files = self._locate()
-        self._used: set[str] = set()
+        self.files: dict[str, Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for path in self._paths():
+            for name, shape in _read_shapes(path).items():
+                self.files[name], self.shapes[name] = path, shape
 
-    def _locate(self) -> dict[str, Path]:
+    def _paths(self) -> list[Path]:
         index, single = self.directory / INDEX_FILE, self.directory / SINGLE_FILE
         if index.is_file():
             try:
                 names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            except (json.JSONDecodeError, KeyError) as error:
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
                 raise ModelError(f"{index}: not a safetensors index ({error})") from None
-            return {name: self.directory / file for name, file in names.items()}
+            return sorted({self.directory / file for file in names.values()})
         if not single.is_file():
             raise ModelError(
                 f"{self.directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}; "
                 "only safetensors weights are read (save the model with transformers' save_pretrained)"
             )
-        with self._open(single) as opened:
-            return dict.fromkeys(opened.keys(), single)
+        return [single]
 
-    def _open(self, path: Path) -> Any:
-        try:
-            return safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path}: cannot be read as safetensors ({error})") from None
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.files
-
-    def read(self, name: str, shape: tuple[int, ...], dim: int | None, start: int, stop: int) -> torch.Tensor:
-        """``name[start:stop]`` along ``dim`` (all of it when ``dim`` is None), as stored."""
-        if name not in self.files:
-            raise ModelError(f"{self.directory}: tensor {name} is missing; the model needs it with shape {list(shape)}")
-        self._used.add(name)
-        with self._open(self.files[name]) as opened:
-            try:
-                part = opened.get_slice(name)
-            except SafetensorError as error:
-                raise ModelError(f"{self.files[name]}: tensor {name} cannot be read ({error})") from None
-            if tuple(part.get_shape()) != shape:
+    def check(self, arch: Architecture, table: Sequence[Entry], optional: Collection[str]) -> None:
+        """Every tensor that the whole model needs is there with the right shape, and nothing is left over."""
+        needed: dict[str, tuple[int, ...]] = {}
+        for entry, layer in walk(arch, table):
+            needed |= zip(hf_names(entry, layer), hf_shapes(arch, entry), strict=True)
+        for name, shape in needed.items():
+            if name not in self.shapes:
+                if name not in optional:
+                    raise ModelError(
+                        f"{self.directory}: tensor {name} is missing; config.json asks for it with shape {list(shape)}"
+                    )
+            elif self.shapes[name] != shape:
                 raise ModelError(
-                    f"{self.files[name]}: tensor {name} has shape {part.get_shape()}; config.json says {list(shape)}"
+                    f"{self.files[name]}: tensor {name} has shape {list(self.shapes[name])}, "
+                    f"but config.json asks for {list(shape)}"
                 )
-            if dim is None:
-                return part[:].clone()
-            return (part[start:stop] if dim == 0 else part[:, start:stop]).clone()
+        # of the other head, or a stored copy of tied weights
+        known = needed.keys() | {"lm_head.weight", "score.weight", "score.bias"}
+        unmapped = sorted(n for n in self.shapes if n not in known and not n.endswith("rotary_emb.inv_freq"))
+        if unmapped:
+            more = f" and {len(unmapped) - 3} more" if len(unmapped) > 3 else ""
+            raise ModelError(
+                f"{self.directory}: no place for {', '.join(unmapped[:3])}{more} in a {arch.family} model with "
+                f"{arch.num_layers} layers; config.json and weights do not belong together, or the architecture "
+                "has parts that are not supported"
+            )
+
+    def read(self, name: str, dim: int | None, start: int, stop: int) -> torch.Tensor:
+        """``name[start:stop]`` along ``dim`` (all of it when ``dim`` is None), as stored, in memory of its own."""
+        try:
+            with safe_open(self.files[name], framework="pt") as opened:
+                part = opened.get_slice(name)
+                if dim is None:
+                    return part[:].clone()
+                return (part[start:stop] if dim == 0 else part[:, start:stop]).clone()
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{self.files[name]}: tensor {name} cannot be read ({error})") from None
+
+
+def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors in a safetensors file, from its header."""
+    try:
+        with safe_open(path, framework="pt") as opened:
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path}: cannot be read as safetensors ({error}); the file is missing or damaged") from None
 
 
 def load_hf(model: RoleModel, directory: str | Path) -> None:
@@ -96,44 +128,26 @@ def load_hf(model: RoleModel, directory: str | Path) -> None:
     """
     weights = HFWeights(directory)
     table = build_table(model.arch, model.head)
-    _refuse_unmapped(weights, model, table)
     optional = {name for entry in table if entry.megatron.startswith("head.") for name in entry.hf}
+    weights.check(model.arch, table, optional)
     with torch.no_grad():
         for name, parameter in model.parameters():
             entry, layer = find_entry(table, name, layer_offset(model))
             names = hf_names(entry, layer)
-            if names[0] in optional and names[0] not in weights:
-                continue
-            _fill(parameter.data, weights, model, entry, names)
+            if all(part in weights.files for part in names):
+                _fill(parameter.data, weights, model, entry, names)
     model.weights_changed()
 
 
 def _fill(target: torch.Tensor, weights: HFWeights, model: RoleModel, entry: Entry, names: tuple[str, ...]) -> None:
-    topology, shapes = model.topology, hf_shapes(model.arch, entry)
-    if entry.dim is None:
-        ranges: tuple[tuple[int, int], ...] = ((0, 0),) * len(names)
-    else:
+    topology = model.topology
+    ranges: Sequence[tuple[int, int]] = [(0, 0)] * len(names)
+    if entry.dim is not None:
         ranges = shard_ranges(model.arch, entry, topology.tp, topology.tp_rank)
-    parts = [
-        weights.read(name, shape, entry.dim, start, stop)
-        for name, shape, (start, stop) in zip(names, shapes, ranges, strict=True)
-    ]
+    parts = [weights.read(name, entry.dim, start, stop) for name, (start, stop) in zip(names, ranges, strict=True)]
     packed = pack(model.arch, entry, parts)
     target[: packed.size(0)].copy_(packed)
     target[packed.size(0) :].zero_()
-
-
-def _refuse_unmapped(weights: HFWeights, model: RoleModel, table: tuple[Entry, ...]) -> None:
-    known = {name for entry in table for layer in range(model.arch.num_layers) for name in hf_names(entry, layer)}
-    known |= {"lm_head.weight", "score.weight", "score.bias"}  # of the other head, or a stored copy of tied weights
-    unmapped = sorted(n for n in weights.files if n not in known and not n.endswith("rotary_emb.inv_freq"))
-    if unmapped:
-        more = f" and {len(unmapped) - 3} more" if len(unmapped) > 3 else ""
-        raise ModelError(
-            f"{weights.directory}: {', '.join(unmapped[:3])}{more} have no place in a {model.arch.family} model with "
-            f"{model.arch.num_layers} layers; config.json and weights do not belong together, or the architecture "
-            "has parts that are not supported"
-        )
 
 
 def layer_offset(model: RoleModel) -> int:
@@ -152,7 +166,7 @@ def export_tensors(
     topology = model.topology
     own = dict(model.parameters())
     table = build_table(model.arch, model.head)
-    for entry, layer in _walk(model.arch, table):
+    for entry, layer in walk(model.arch, table):
         stage = _stage_of(entry, layer, model)
         parts: list[torch.Tensor] | None = None
         if topology.dp_rank == 0 and topology.pp_rank == stage:
@@ -161,17 +175,6 @@ def export_tensors(
         parts = _to_first(parts, entry, stage, model)
         for index, name in enumerate(hf_names(entry, layer)):
             yield name, parts[index] if parts is not None and platform.rank() == 0 else None
-
-
-def _walk(arch: Architecture, table: tuple[Entry, ...]) -> Iterator[tuple[Entry, int | None]]:
-    """Every entry with every layer it exists in, without the second use of a tied embedding."""
-    for entry in table:
-        if entry.megatron == "output_layer.weight" and arch.tie_word_embeddings:
-            continue
-        if "{layer}" in entry.megatron:
-            yield from ((entry, layer) for layer in range(arch.num_layers))
-        else:
-            yield entry, None
 
 
 def _stage_of(entry: Entry, layer: int | None, model: RoleModel) -> int:
@@ -267,7 +270,7 @@ def save_hf(
 def _bytes(model: RoleModel, dtype: torch.dtype) -> dict[str, int]:
     """Size on disk of every HF tensor, in export order."""
     sizes = {}
-    for entry, layer in _walk(model.arch, build_table(model.arch, model.head)):
+    for entry, layer in walk(model.arch, build_table(model.arch, model.head)):
         for name, shape in zip(hf_names(entry, layer), hf_shapes(model.arch, entry), strict=True):
             sizes[name] = torch.Size(shape).numel() * dtype.itemsize
     return sizes

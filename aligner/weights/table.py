@@ -7,7 +7,7 @@ tensor-parallel ranks, and how their parts are laid out inside the parameter.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -107,6 +107,17 @@ def find_entry(table: Sequence[Entry], name: str, layer_offset: int) -> tuple[En
         if template in (entry.megatron, entry.fused):
             return entry, layer
     raise KeyError(name)
+
+
+def walk(arch: Architecture, table: Sequence[Entry]) -> Iterator[tuple[Entry, int | None]]:
+    """Every entry with every layer it exists in, without the second use of a tied embedding."""
+    for entry in table:
+        if entry.megatron == "output_layer.weight" and arch.tie_word_embeddings:
+            continue
+        if "{layer}" in entry.megatron:
+            yield from ((entry, layer) for layer in range(arch.num_layers))
+        else:
+            yield entry, None
 
 
 def hf_names(entry: Entry, layer: int | None) -> tuple[str, ...]:
