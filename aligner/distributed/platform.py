@@ -22,6 +22,8 @@ _NOISE = (
     "full scope is deprecated",
     "When using async grad allreduce it is recommended",
     ".*is deprecated. Please use `torch.distributed.",
+    "Please use DTensor instead",
+    "`load_state_dict` is deprecated and will be removed",
     "The .grad attribute of a Tensor that is not a leaf Tensor",
 )
 

@@ -52,16 +52,16 @@ ONE, TP2, PP2, TP2PP2 = Degrees(), Degrees(tp=2, sequence_parallel=True), Degree
 
 @dataclass
 class Counter:
-    """A component with a state."""
+    """A component with a state that is the same on every rank."""
 
     seen: int = 0
-    noise: list[float] = field(default_factory=list)
+    history: list[float] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seen": self.seen, "noise": self.noise}
+        return {"seen": self.seen, "history": self.history}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.seen, self.noise = state_dict["seen"], state_dict["noise"]
+        self.seen, self.history = state_dict["seen"], state_dict["history"]
 
 
 def _model(
@@ -104,13 +104,16 @@ def _start(degrees: Degrees) -> None:
 
 
 def _train(models: dict[str, RoleModel], counter: Counter, steps: range) -> list[float]:
+    """Train; returns what this rank's random generators gave meanwhile."""
+    noise = []
     for step in steps:
         for model in models.values():
             if model.optimizer is not None and not (model.name == "actor" and step < 2):  # the critic warms up
                 _step(model, step)
         counter.seen += 1
-        counter.noise.append(random.random() + float(np.random.rand()) + float(torch.rand(1)))
-    return counter.noise
+        counter.history.append(0.1 * step)
+        noise.append(random.random() + float(np.random.rand()) + float(torch.rand(1)))
+    return noise
 
 
 def _weights(models: dict[str, RoleModel]) -> dict[str, bytes]:
@@ -166,7 +169,7 @@ def _straight_and_halfway(
     after = _weights(models)
     assert {name: after[name] for name in before} == before, "saving changed something"
     noise = _train(models, counter, range(2, 5))
-    return (_weights(models), noise), seconds
+    return (_weights(models), noise, counter.state_dict()), seconds
 
 
 def _resumed(directory: str, actor: Degrees, critic: Degrees, dtype: torch.dtype, distributed: bool) -> Any:
@@ -180,7 +183,7 @@ def _resumed(directory: str, actor: Degrees, critic: Degrees, dtype: torch.dtype
     step = checkpointer.load(newest, models, {"counter": counter})
     assert step == counter.seen == 2
     noise = _train(models, counter, range(2, 5))
-    return _weights(models), noise
+    return _weights(models), noise, counter.state_dict()
 
 
 @pytest.mark.parametrize(
@@ -200,8 +203,8 @@ def test_resume_is_bit_equal(
     straight = run_ranks(world, _straight_and_halfway, *arguments)
     resumed = run_ranks(world, _resumed, *arguments)
     for rank in range(world):
-        (weights, noise), seconds = straight[rank]
-        assert resumed[rank][1] == noise
+        (weights, noise, state), seconds = straight[rank]
+        assert resumed[rank][1:] == (noise, state)
         assert resumed[rank][0] == weights
         assert seconds < 2.0, "a save of a tiny model must not start processes"
 
@@ -250,7 +253,7 @@ def _weights_only(directory: str) -> None:
     actor = _model("actor", ONE)
     _fill(actor, 3)
     path = Checkpointer(Path(directory)).save(1, {"policy": actor}, {"statistics": Counter(4, [0.1, -2.5e-30])})
-    assert read_extra(path, "statistics") == {"seen": 4, "noise": [0.1, -2.5e-30]}
+    assert read_extra(path, "statistics") == {"seen": 4, "history": [0.1, -2.5e-30]}
     with pytest.raises(CheckpointError, match="no 'other'"):
         read_extra(path, "other")
 
