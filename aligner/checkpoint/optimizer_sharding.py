@@ -1,4 +1,6 @@
-"""Megatron's sharded state of an optimizer, also where Megatron's own version fails."""
+"""Megatron's sharded state of an optimizer, also where bf16 and fp32 parameters share a group.
+
+Megatron 0.16 numbers the parameters of a mixed group wrongly (an fp32 head on a bf16 trunk makes one)."""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from megatron.core.dist_checkpointing.optimizer import (
     make_sharded_optimizer_tensor,
     optim_state_to_sharding_state,
 )
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 
@@ -22,9 +25,23 @@ def sharded_optimizer_state(
         model_state: the sharded state of its model, holding the parameters themselves.
     """
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    for part in parts:
+        if isinstance(part, DistributedOptimizer):
+            _correct_positions(part)
     if len(parts) == 1 and isinstance(parts[0], Float16OptimizerWithFloat16Params):
         return _half_precision_state(parts[0], model_state)
     return optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)
+
+
+def _correct_positions(optimizer: DistributedOptimizer) -> None:
+    """Make the optimizer's map from a parameter to its place in a group true where bf16 and fp32 share a group.
+
+    Megatron puts fp32 parameters first in a group but remembers the places of the original order, so that the state
+    of one parameter would be saved as another's.
+    """
+    for index, (full, half) in enumerate(zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, strict=True)):
+        for place, parameter in enumerate([*full, *half]):
+            optimizer.model_param_group_index_map[parameter] = (index, place)
 
 
 def _half_precision_state(optimizer: Any, model_state: dict[str, Any]) -> dict[str, Any]:
