@@ -46,6 +46,7 @@ def transformer_config(
         pipeline_model_parallel_size=topology.pp,
         sequence_parallel=topology.degrees.sequence_parallel and topology.tp > 1,
         variable_seq_lengths=topology.pp > 1,
+        moe_token_dispatcher_type="alltoall",  # there are no experts; the default forbids variable lengths
         calculate_per_token_loss=True,
         finalize_model_grads_func=finalize_model_grads,
         bias_activation_fusion=False,

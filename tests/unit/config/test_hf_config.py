@@ -50,7 +50,9 @@ def test_both_generations_of_rope_keys(tmp_path: Path) -> None:
 
 
 def test_defaults_and_families(tmp_path: Path) -> None:
-    llama = read_architecture(write(tmp_path, num_key_value_heads="absent", eos_token_id=[2, 7], torch_dtype="bfloat16"))
+    llama = read_architecture(
+        write(tmp_path, num_key_value_heads="absent", eos_token_id=[2, 7], torch_dtype="bfloat16")
+    )
     assert (llama.num_key_value_heads, llama.head_dim, llama.eos_token_ids) == (8, 8, (2, 7))
     assert (llama.dtype, llama.tie_word_embeddings, llama.rope_theta) == ("bfloat16", False, 10000.0)
     qwen2 = read_architecture(write(tmp_path, model_type="qwen2", sliding_window=32))
