@@ -26,7 +26,7 @@ class ScoreStatistics:
         scores = scores.detach().double().flatten()
         count = scores.numel()
         mean, std = (float(scores.mean()), float(scores.std(unbiased=False))) if count else (0.0, 0.0)
-        if count < 2 or not math.isfinite(mean) or not std > 0:
+        if count < 2 or not math.isfinite(mean) or bool((scores == scores[0]).all()):
             raise DataError(
                 f"{count} held-out scores with mean {mean} and standard deviation {std} cannot standardise rewards; "
                 "at least two finite, different scores are needed: give more held-out pairs or train longer"

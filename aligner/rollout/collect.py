@@ -15,7 +15,7 @@ import torch
 
 from aligner.data.loader import rows_of_rank
 from aligner.data.samples import PromptSample
-from aligner.distributed.collectives import agree, all_gather_objects
+from aligner.distributed.collectives import all_gather_objects, on_all_ranks
 from aligner.distributed.topology import Topology
 from aligner.errors import GenerationError
 from aligner.generation.engine import GenerationEngine, GenerationRequest, GenerationResult, SamplingParams, generate
@@ -28,7 +28,7 @@ GROUPS_PER_STEP = 2**32  # group id = step * this + index of the prompt in the s
 class Decoder(Protocol):
     """The part of a tokenizer that turns response ids into text (special tokens left out)."""
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, token_ids: Sequence[int]) -> str: ...
 
 
 def sample_seed(run_seed: int, step: int, row: int, stream: str = "rollout") -> int:
@@ -54,15 +54,14 @@ def collect(
     Raises what the engine raised (RankFailure on the ranks where it did not fail).
     """
     requests = build_requests(prompts, params, samples_per_prompt, run_seed, step, stream)
-    local: list[GenerationResult] = []
-    error: Exception | None = None
-    try:
-        rows = rows_of_rank(requests, topology.dp_rank, topology.dp)
-        local = generate(engine, [requests[row] for row in rows])
-        _check_results(requests, local)
-    except Exception as raised:  # noqa: BLE001 - whatever it is, the other replicas must hear of it
-        error = raised
-    agree(error)
+
+    def sample() -> list[GenerationResult]:
+        rows = rows_of_rank(range(len(requests)), topology.dp_rank, topology.dp)
+        results = generate(engine, [requests[row] for row in rows])
+        _check_results(requests, results)
+        return results
+
+    local = on_all_ranks(sample)
     results: list[GenerationResult | None] = [None] * len(requests)
     for part in all_gather_objects(local, topology.pg.dp):
         for result in part:

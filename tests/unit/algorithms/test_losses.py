@@ -162,9 +162,7 @@ def test_value_clip_zero_is_the_squared_error() -> None:
 def test_value_gradient_by_hand() -> None:
     # d 0.5 (V - R)^2 / dV = V - R = -1 where the clip does not bind, 0 where it binds and outside the mask
     values_T = t(0.0, 1.0, NAN).requires_grad_()
-    ppo_value_loss(
-        values_T, t(0.0, 0.0, NAN), t(1.0, 2.0, NAN), mask(1, 1, 0), value_clip=0.2
-    ).loss_sum.backward()
+    ppo_value_loss(values_T, t(0.0, 0.0, NAN), t(1.0, 2.0, NAN), mask(1, 1, 0), value_clip=0.2).loss_sum.backward()
     assert values_T.grad is not None and values_T.grad.tolist() == [-1.0, 0.0, 0.0]
 
 

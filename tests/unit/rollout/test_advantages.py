@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from aligner.rollout.advantages import (
     Moments,
+    TruncationEffect,
     apply_truncation,
     generalized_advantages,
     kl_k1,
@@ -87,11 +88,9 @@ def test_score_is_on_the_last_real_token_even_if_a_tool_wrote_it() -> None:
 # ---------------------------------------------------------------------------------- truncation
 
 
-def truncate(rule: str, bootstrap: torch.Tensor | None = None):  # noqa: ANN201
+def truncate(rule: str, bootstrap: torch.Tensor | None = None) -> TruncationEffect:
     loss_mask = mask([[0, 1, 1], [0, 1, 1]])
-    return apply_truncation(
-        rule, t([3.0, 4.0]), mask([0, 1]), loss_mask, bootstrap_values_B=bootstrap, penalty=1.5
-    )
+    return apply_truncation(rule, t([3.0, 4.0]), mask([0, 1]), loss_mask, bootstrap_values_B=bootstrap, penalty=1.5)
 
 
 def test_bootstrap_gives_the_value_in_place_of_the_score() -> None:
@@ -152,7 +151,7 @@ def test_gae_bootstraps_after_the_last_token() -> None:
 
 
 def test_gae_over_a_gap_by_hand() -> None:
-    # two turns: the policy wrote tokens 1 and 4; a tool wrote 2, 3 (its reward 0.3 on token 3) and 5, the last (score 1)
+    # two turns: the policy wrote tokens 1 and 4; a tool wrote 2, 3 (reward 0.3) and 5, the last (the score, 1)
     # discount 0.9, lambda 0.5, values at the policy's tokens 1 and 2
     #   token 4: reward 0.2 + 1 (from token 5) = 1.2; delta = 1.2 - 2 = -0.8; A = -0.8
     #   token 1: reward 0.1 + 0.3 (from token 3) = 0.4; delta = 0.4 + 0.9 * 2 - 1 = 1.2; A = 1.2 + 0.45 * -0.8 = 0.84
@@ -224,9 +223,7 @@ def test_whitening_by_hand() -> None:
 
 
 @settings(deadline=None, max_examples=50)
-@given(
-    cells=st.lists(st.tuples(st.floats(-1e3, 1e3), st.booleans()), min_size=1, max_size=20), cut=st.integers(0, 20)
-)
+@given(cells=st.lists(st.tuples(st.floats(-1e3, 1e3), st.booleans()), min_size=1, max_size=20), cut=st.integers(0, 20))
 def test_moments_of_parts_are_those_of_the_whole(cells: list, cut: int) -> None:
     values, keep = t([[cell[0] for cell in cells]]), mask([[cell[1] for cell in cells]])
     left, right = moment_sums(values[:, :cut], keep[:, :cut]), moment_sums(values[:, cut:], keep[:, cut:])
