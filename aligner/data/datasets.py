@@ -146,8 +146,8 @@ class _RowDataset(Generic[S]):
         )
         if not report.kept:
             raise DataError(
-                f"{report.name}: empty data set: of {report.rows} rows, {report.filtered} were removed by the filter and "
-                f"{report.dropped} are longer than {report.limit} tokens; raise the limit, truncate, or change the filter"
+                f"{report.name}: empty data set: of {report.rows} rows, {report.filtered} were removed by the filter "
+                f"and {report.dropped} are longer than {report.limit} tokens; raise the limit or change the filter"
             )
         self._kept, self.report = kept, report
         return report

@@ -9,7 +9,8 @@ Recognised, in this order (the first whose leading field is present decides):
 
 Preference rows hold ``chosen`` and ``rejected``: strings or lists of messages. Lists that begin with an assistant
 message, and strings, answer the row's ``prompt`` / ``instruction`` / ``messages``; other lists are whole conversations.
-A ``system`` string becomes the first message. Errors are DataErrors that begin with the field; the caller knows the line.
+A ``system`` string becomes the first message. Errors are DataErrors that begin with the field; the caller adds file
+and line.
 """
 
 from __future__ import annotations
@@ -170,7 +171,8 @@ def _from_sharegpt(value: Any) -> Any:
     turns = []
     for item in value:
         if isinstance(item, dict) and "from" in item and "value" in item:
-            turns.append({"role": _SHAREGPT_ROLES.get(item["from"], item["from"]), "content": item["value"]})
+            role = _SHAREGPT_ROLES.get(item["from"], item["from"]) if isinstance(item["from"], str) else item["from"]
+            turns.append({"role": role, "content": item["value"]})
         else:
             turns.append(item)
     return turns

@@ -95,7 +95,7 @@ def gather_rows(packs: Sequence[Pack], values: Sequence[torch.Tensor], num_rows:
 
 
 def pack_rows(pack: Pack, values_NT: torch.Tensor) -> torch.Tensor:
-    """The inverse of :func:`gather_rows` for one pack: lays ``values_NT[row, :length]`` out as [T], zero in the padding."""
+    """Inverse of :func:`gather_rows` for one pack: ``values_NT[row, :length]`` laid out as [T], zero in the padding."""
     out = torch.zeros(pack.tokens_T.numel(), dtype=values_NT.dtype)
     for row, start, end in pack.segments:
         out[start:end] = values_NT[row, : end - start]

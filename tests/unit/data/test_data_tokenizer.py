@@ -183,7 +183,9 @@ def test_fingerprint_tells_tokenizers_and_templates_apart(
 def test_ids_beyond_the_vocabulary_are_refused(tokenizer_of: GetTokenizer) -> None:
     tokenizer = tokenizer_of("chatml")
     tokenizer.check_vocabulary(tokenizer.vocab_size)
-    with pytest.raises(ModelError, match=rf"id {tokenizer.vocab_size - 1}, .*vocab_size is {tokenizer.vocab_size - 1};"):
+    with pytest.raises(
+        ModelError, match=rf"id {tokenizer.vocab_size - 1}, .*vocab_size is {tokenizer.vocab_size - 1};"
+    ):
         tokenizer.check_vocabulary(tokenizer.vocab_size - 1)
 
 
@@ -206,7 +208,7 @@ def test_conversations_the_template_refuses(tokenizer_of: GetTokenizer) -> None:
 
 
 def test_importing_the_package_leaves_transformers_alone() -> None:
-    modules = "datasets formats jsonl loader packing plugin samples tokenizer".split()
+    modules = ["datasets", "formats", "jsonl", "loader", "packing", "plugin", "samples", "tokenizer"]
     code = "; ".join(f"import aligner.data.{name}" for name in modules)
     code += "; import sys; sys.exit('transformers' in sys.modules or 'tokenizers' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
