@@ -1,6 +1,6 @@
 """Ranks on this machine, under torch elastic's Python API: its own store on loopback, a free port, one process a rank.
 
-Each rank is ``python -m aligner <arguments>``, the same process that torchrun starts. When one rank ends with an error
+Each rank is ``python -m <module> <arguments>``, the same process that torchrun starts. When one rank ends with an error
 the agent ends the others; the rank has said why on stderr, so nothing more than a missing explanation is added here.
 """
 
@@ -19,8 +19,8 @@ SHUTDOWN_TIMEOUT_S = 10  # from SIGTERM to SIGKILL for the other ranks when one 
 RANK_FAILURE = 8  # exit code of a rank that stops because of another's error
 
 
-def launch(arguments: Sequence[str], ranks: int, threads: int | None, run_dir: Path) -> int:
-    """Run ``python -m aligner *arguments`` as ``ranks`` ranks and wait; returns the exit code of the job.
+def launch(module: str, arguments: Sequence[str], ranks: int, threads: int | None, run_dir: Path) -> int:
+    """Run ``python -m module *arguments`` as ``ranks`` ranks and wait; returns the exit code of the job.
 
     Args:
         threads: CPU threads a rank; None: cores // ranks, unless OMP_NUM_THREADS is set.
@@ -44,7 +44,7 @@ def launch(arguments: Sequence[str], ranks: int, threads: int | None, run_dir: P
     )
     with _environment(rank_threads(ranks, threads)), _silent_logging():
         try:
-            elastic_launch(config, sys.executable)("-m", "aligner", *arguments)
+            elastic_launch(config, sys.executable)("-m", module, *arguments)
         except ChildFailedError as error:
             return _explain({rank: failure.exitcode for rank, failure in error.failures.items()}, run_dir)
         except SignalException as error:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from aligner import errors
 
-BUG = 70  # an unexpected exception; its traceback is printed and kept in run_dir/errors/
-INTERRUPTED = 130  # Ctrl-C
+BUG = 70  # an unexpected exception
+INTERRUPTED = 130
 
-_CLASSES = (
-    errors.ConfigError,
-    errors.DataError,
-    errors.ModelError,
-    errors.CheckpointError,
-    errors.GenerationError,
-    errors.TrainingError,
-    errors.RankFailure,
-)
-HELP = ", ".join(
-    ["0 success", *(f"{cls.exit_code} {cls.__name__}" for cls in _CLASSES), f"{BUG} a bug", f"{INTERRUPTED} interrupted"]
-)
+MEANINGS: dict[int, str] = {
+    errors.ConfigError.exit_code: "configuration: unknown key, wrong value, values that contradict each other",
+    errors.DataError.exit_code: "data: a file is missing, malformed or unusable",
+    errors.ModelError.exit_code: "model: a directory, weight file or tokenizer is missing or unsupported",
+    errors.CheckpointError.exit_code: "checkpoint: missing, damaged or of another run",
+    errors.GenerationError.exit_code: "generation: a request cannot be served",
+    errors.TrainingError.exit_code: "training must not go on: non-finite loss, failed self-check",
+    errors.RankFailure.exit_code: "another rank failed",
+    BUG: "a bug: the traceback is printed and kept in the run's errors/ folder",
+    INTERRUPTED: "interrupted",
+}

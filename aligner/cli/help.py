@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING
+from omegaconf import DictConfig, OmegaConf
 
+from aligner.cli.commands import COMMANDS
+from aligner.config.compose import compose_unresolved, config_groups
 from aligner.config.schema import ROOTS
 from aligner.config.section import Section
 
 _KEY_WIDTH = 62
 
 
-def command_help(command: str, groups: Mapping[str, Sequence[str]]) -> str:
+def command_help(command: str, config_dirs: Sequence[Path] = ()) -> str:
     """Groups, keys and options of a command that takes Hydra overrides."""
     root = ROOTS[command]
+    defaults = compose_unresolved(command, (), config_dirs)
     lines = [
-        inspect.cleandoc(root.__doc__ or ""),
+        f"aligner {command}: {COMMANDS[command]}",
         "",
         f"usage: aligner {command} [model=NAME] [+recipe=NAME] [key=value ...] [options]",
         "",
         "groups (name=option):",
     ]
-    for group, options in groups.items():
+    for group, options in config_groups(config_dirs).items():
         sign, shown = ("+", _recipes_of(command, options)) if group == "recipe" else ("", options)
         lines.append(f"  {sign}{group}: {', '.join(shown) or 'none for this command'}")
-    lines += ["", "keys (key=value; the default stands here):", *_key_lines(root), ""]
+    lines += ["", "keys (key=value; the default stands here):", *_key_lines(root, defaults), ""]
     lines += [
         "options:",
         "  --cfg job [--resolve]  print the composed configuration and stop",
@@ -45,34 +48,28 @@ def _recipes_of(command: str, recipes: Sequence[str]) -> list[str]:
     return [name for name in recipes if command in name.split("_")]
 
 
-def _key_lines(section: type[Section], prefix: str = "") -> list[str]:
+def _key_lines(section: type[Section], defaults: DictConfig, prefix: str = "") -> list[str]:
     lines = []
-    hints = typing.get_type_hints(section)
+    hints, comments = typing.get_type_hints(section), _comments(section)
     for field in dataclasses.fields(section):  # type: ignore[arg-type]
         annotation = hints[field.name]
         key = f"{prefix}{field.name}"
         if isinstance(annotation, type) and issubclass(annotation, Section):
-            lines += _key_lines(annotation, f"{key}.")
+            lines += _key_lines(annotation, defaults[field.name], f"{key}.")
             continue
-        text = f"  {key}={_default_text(field)}"
-        comment = _comments(section).get(field.name, "")
+        text = f"  {key}={_text(OmegaConf.to_container(defaults, resolve=False), field.name)}"
+        comment = comments.get(field.name, "")
         lines.append(f"{text:<{_KEY_WIDTH}}  # {comment}" if comment else text)
     return lines
 
 
-def _default_text(field: dataclasses.Field[Any]) -> str:
-    if field.default_factory is not dataclasses.MISSING:
-        value = field.default_factory()
-    else:
-        value = field.default
-    if value == MISSING:
-        return "???"
+def _text(values: Any, name: str) -> str:
+    value = values[name]
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-@functools.cache
 def _comments(section: type[Section]) -> dict[str, str]:
     """``{field: comment}`` read from the schema's source, inherited fields included."""
     found: dict[str, str] = {}

@@ -10,6 +10,7 @@ import argparse
 import os
 import time
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from aligner.cli.help import command_help
 from aligner.config.checks import check
-from aligner.config.compose import compose, compose_unresolved, config_groups, quote_override
+from aligner.config.compose import compose, compose_unresolved, quote_override
 from aligner.errors import AlignerError, ConfigError
 
 
@@ -27,7 +28,7 @@ def run_command(command: str, arguments: Sequence[str]) -> int:
     options = _parse(command, arguments)
     config_dirs = [Path(path) for path in options.config_dir]
     if options.help:
-        print(command_help(command, config_groups(config_dirs)))
+        print(command_help(command, config_dirs))
         return 0
     if options.cfg:
         config = compose_unresolved(command, options.overrides, config_dirs)
@@ -48,12 +49,12 @@ def run_command(command: str, arguments: Sequence[str]) -> int:
             from launchers.local import launch
 
             words = [command, *overrides, *(f"--config-dir={path}" for path in config_dirs)]
-            return launch(words, root.trainer.devices, root.trainer.threads, Path(run_dir))
+            return launch("aligner", words, root.trainer.devices, root.trainer.threads, Path(run_dir))
         os.environ.setdefault("OMP_NUM_THREADS", str(root.trainer.threads or len(os.sched_getaffinity(0))))
         root = compose(command, overrides, config_dirs)
     from aligner.cli.runtime import run_rank
 
-    return run_rank(command, root)
+    return run_rank(root, lambda root, context: import_module(f"aligner.cli.{command}").run(root, context))
 
 
 def external_world_size(environ: Mapping[str, str]) -> int | None:
@@ -102,7 +103,7 @@ def _parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_intermixed_args(list(arguments))
     if options.multirun:
         raise ConfigError(
-            f"--multirun: aligner {command} is one run; start one process for each combination (a shell loop, a job array)"
+            f"--multirun: aligner {command} is one run; start one for each combination, in a shell loop or a job array"
         )
     if options.resolve and not options.cfg:
         raise ConfigError("--resolve has an effect with --cfg job only; add --cfg job or leave it out")

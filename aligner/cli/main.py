@@ -8,25 +8,16 @@ Commands that train or sample (``sft rm ppo generate evaluate``) take Hydra over
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
 from aligner import __version__
 from aligner.cli import exit_codes
+from aligner.cli.commands import COMMANDS
+from aligner.config.keys import nearest
 from aligner.config.schema import ROOTS
 from aligner.errors import AlignerError, ConfigError
-
-COMMANDS: dict[str, str] = {
-    "sft": "supervised fine-tuning on conversations",
-    "rm": "train a reward model on preference pairs",
-    "ppo": "PPO against a reward model or a function",
-    "generate": "sample responses to prompts into a JSONL file",
-    "evaluate": "compare checkpoints on fixed prompts",
-    "pairs": "label sampled responses by a rule into preference pairs",
-    "convert": "GGUF file, run or checkpoint to a Hugging Face directory",
-    "report": "one self-contained HTML page about a run",
-    "demo": "the whole pipeline on a small chat model",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AlignerError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # `aligner ppo --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return exit_codes.INTERRUPTED
@@ -51,8 +45,6 @@ def _dispatch(words: list[str]) -> int:
         return 0
     command, rest = words[0], words[1:]
     if command not in COMMANDS:
-        from aligner.config.keys import nearest
-
         raise ConfigError(
             f"{command}: no such command; nearest: {nearest(command, COMMANDS)}; available: {', '.join(COMMANDS)}"
         )
@@ -76,6 +68,7 @@ def help_text() -> str:
         "  aligner ppo model=smollm2_135m reward.init_from=runs/rm/20250101-120000 trainer.max_steps=20",
         "  torchrun --nproc-per-node 4 -m aligner ppo ...",
         "",
-        f"exit codes: {exit_codes.HELP}",
+        "exit codes: 0 success",
+        *(f"  {code:>3}  {meaning}" for code, meaning in exit_codes.MEANINGS.items()),
     ]
     return "\n".join(lines)

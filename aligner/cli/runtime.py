@@ -8,11 +8,11 @@ others, which may be inside a collective.
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +27,28 @@ from aligner.distributed.context import RunContext
 from aligner.errors import AlignerError, ConfigError, RankFailure
 
 CONFIG_FILE = "config.yaml"
-_GRACE_S = 1.0  # a rank that stops because of another's error lets that rank speak first
+ERRORS_DIRECTORY = "errors"
+# Seconds before a failing rank leaves, so that an error is told once: the first rank speaks at once, and the launcher
+# then ends the others; ranks that only stop because of another's error wait for that rank to speak.
+_OTHER_RANK_DELAY_S = 1.0
+_FOLLOWER_DELAY_S = 3.0
 
 
-def run_rank(command: str, root: Any) -> int:
-    """Start this rank, run ``aligner.cli.<command>.run(root, context)``; returns the exit code.
+def run_rank(root: Any, body: Callable[[Any, RunContext], None]) -> int:
+    """Start this rank, run ``body(root, context)``; returns the exit code.
 
     With several ranks a failing one does not return: it leaves the process.
     """
+    context: RunContext | None = None
     try:
         context = start_rank(root)
-        importlib.import_module(f"aligner.cli.{command}").run(root, context)
+        body(root, context)
     except KeyboardInterrupt:
         code = exit_codes.INTERRUPTED
     except AlignerError as error:
         code = _report_error(error)
     except Exception:
-        code = _report_bug(root)
+        code = _report_bug(context.run_dir if context else root.run.dir)
     else:
         platform.shutdown()
         return 0
@@ -84,7 +89,9 @@ def write_config(run_dir: Path, command: str, root: Section) -> None:
             first = file.readline().strip()
         if first != f"command: {command}":
             owner = first.removeprefix("command: ") or "another program"
-            raise ConfigError(f"run.dir={run_dir} holds a run of `{owner}`, not of `{command}`; choose another directory")
+            raise ConfigError(
+                f"run.dir={run_dir} holds a run of `{owner}`, not of `{command}`; choose another directory"
+            )
     run_dir.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".yaml.tmp")
     partial.write_text(to_yaml(command, root), encoding="utf-8")
@@ -96,21 +103,25 @@ def _command_of(root: Section) -> str:
 
 
 def _report_error(error: AlignerError) -> int:
-    """Print the error once: on the ranks that found it, not on those that only stop with them."""
-    if isinstance(error, RankFailure) and platform.world_size() > 1:
-        time.sleep(_GRACE_S)
+    """Print the error on a rank that found it; see the delays above for why it appears once."""
+    rank, several = platform.rank(), platform.world_size() > 1
+    if isinstance(error, RankFailure) and several:
+        time.sleep(_FOLLOWER_DELAY_S)
         return error.exit_code
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    if rank > 0:
+        time.sleep(_OTHER_RANK_DELAY_S)
+    place = f"[rank {rank}] " if rank > 0 else ""
+    print(f"error: {place}{error}", file=sys.stderr, flush=True)
     return error.exit_code
 
 
-def _report_bug(root: Any) -> int:
+def _report_bug(run_dir: Path | str | None) -> int:
     """Print the running exception's traceback and keep it in the run directory, if there is one."""
     text = traceback.format_exc()
     rank = platform.rank()
     print(f"rank {rank} failed unexpectedly (a bug):\n{text}", file=sys.stderr, flush=True)
-    if root.run.dir:
-        marker = Path(root.run.dir) / "errors" / f"rank_{rank}.txt"
+    if run_dir:
+        marker = Path(run_dir) / ERRORS_DIRECTORY / f"rank_{rank}.txt"
         try:
             marker.parent.mkdir(parents=True, exist_ok=True)
             marker.write_text(text, encoding="utf-8")

@@ -78,11 +78,13 @@ def _check_sources(root: Any) -> None:
     if isinstance(reward, schema.RewardConfig):
         if reward.init_from and reward.function:
             raise ConfigError(
-                f"reward.init_from={reward.init_from} and reward.function={reward.function}: only one can score; drop one"
+                f"reward.init_from={reward.init_from} and reward.function={reward.function}: only one can score; "
+                "leave one out"
             )
         if isinstance(root, schema.PPORoot) and not (reward.init_from or reward.function):
             raise ConfigError(
-                "no reward: set reward.init_from=<run directory of `aligner rm`> or reward.function=path/to/file.py:name"
+                "no reward: set reward.init_from=<run directory of `aligner rm`> "
+                "or reward.function=path/to/file.py:name"
             )
     if isinstance(root, schema.PPORoot) and root.critic.init_from == "reward" and not root.reward.init_from:
         raise ConfigError(
@@ -101,11 +103,15 @@ def _check_sources(root: Any) -> None:
 def _check_evaluation(root: schema.EvaluateRoot) -> None:
     names = list(root.evaluation.checkpoints)
     if not names:
-        raise ConfigError("evaluation.checkpoints is empty; name what to compare: evaluation.checkpoints.<name>=<directory>")
+        raise ConfigError(
+            "evaluation.checkpoints is empty; name what to compare: evaluation.checkpoints.<name>=<directory>"
+        )
     for key in ("baseline", "kl_from"):
         value = getattr(root.evaluation, key)
         if value is not None and value not in names:
-            raise ConfigError(f"evaluation.{key}={value}: not among evaluation.checkpoints; choose one of {', '.join(names)}")
+            raise ConfigError(
+                f"evaluation.{key}={value}: not among evaluation.checkpoints; choose one of {', '.join(names)}"
+            )
 
 
 def _check_frozen(name: str, role: schema.FrozenRoleConfig, model: schema.ModelConfig) -> None:
@@ -193,8 +199,8 @@ def _check_packing(root: Any) -> None:
     data = root.data
     if isinstance(data, schema.TextDataConfig) and data.pack_length < data.sequence_length:
         raise ConfigError(
-            f"data.pack_length={data.pack_length} is below data.sequence_length={data.sequence_length}: the longest sample "
-            f"would not fit a micro-batch; give {data.sequence_length} or more"
+            f"data.pack_length={data.pack_length} is below data.sequence_length={data.sequence_length}: the longest "
+            f"sample would not fit a micro-batch; give {data.sequence_length} or more"
         )
     if isinstance(data, schema.ScoredPromptDataConfig):
         new = root.generation.sampling.max_new_tokens
@@ -202,8 +208,8 @@ def _check_packing(root: Any) -> None:
         if data.pack_length < longest:
             raise ConfigError(
                 f"data.pack_length={data.pack_length} is below data.max_prompt_length {data.max_prompt_length} + "
-                f"generation.sampling.max_new_tokens {new} = {longest}: the longest sample would not fit a micro-batch; "
-                f"give {longest} or more"
+                f"generation.sampling.max_new_tokens {new} = {longest}: the longest sample would not fit a "
+                f"micro-batch; give {longest} or more"
             )
 
 
@@ -213,8 +219,8 @@ def _check_context(root: Any, name: str, arch: Architecture) -> None:
     if isinstance(data, schema.TextDataConfig):
         if data.sequence_length > context:
             raise ConfigError(
-                f"data.sequence_length={data.sequence_length} is above the context of {name}'s model, {context} tokens; "
-                f"give {context} or less"
+                f"data.sequence_length={data.sequence_length} is above the context of {name}'s model, "
+                f"{context} tokens; give {context} or less"
             )
         return
     new = root.generation.sampling.max_new_tokens
@@ -249,8 +255,8 @@ def _architecture(root: Any, name: str, role: Any) -> Architecture | None:
     if not Path(files).is_dir():
         key = f"{name}.init_from" if role.init_from else f"{name}.model.path"
         raise ModelError(
-            f"{key}={source}: no such directory; give a Hugging Face directory, a run directory, a checkpoint or a hub id "
-            "(`make demo` prepares ./models/smollm2-135m-instruct)"
+            f"{key}={source}: no such directory; give a Hugging Face directory, a run directory, a checkpoint or a hub "
+            "id (`make demo` prepares ./models/smollm2-135m-instruct)"
         )
     return read_architecture(files)
 
@@ -272,8 +278,8 @@ def _check_same_shapes(root: Section, architectures: dict[str, Architecture | No
     actor, reference = architectures.get("actor"), architectures.get("reference")
     if actor is not None and reference is not None and actor.vocab_size != reference.vocab_size:
         raise ConfigError(
-            f"the reference has a vocabulary of {reference.vocab_size} tokens and the actor of {actor.vocab_size}; KL needs "
-            "the same vocabulary: give reference.init_from a model of the actor's family"
+            f"the reference has a vocabulary of {reference.vocab_size} tokens and the actor of {actor.vocab_size}; "
+            "KL needs the same vocabulary: give reference.init_from a model of the actor's family"
         )
 
 

@@ -9,7 +9,8 @@ Hydra's compose API does the composition; this module adds what a training run n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +71,9 @@ def compose(command: str, overrides: Sequence[str] = (), config_dirs: Sequence[P
     return freeze(root)
 
 
-def compose_unresolved(
-    command: str, overrides: Sequence[str] = (), config_dirs: Sequence[Path] = ()
-) -> DictConfig:
+def compose_unresolved(command: str, overrides: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> DictConfig:
     """The composed configuration before interpolation, as ``--cfg job`` prints it. Raises ConfigError."""
-    _register_schemas()
+    _register_schema(command)
     directories = [_existing_directory(path) for path in config_dirs]
     arguments = _checked_overrides(command, overrides, directories)
     if directories:
@@ -86,6 +85,8 @@ def compose_unresolved(
         raise ConfigError(_explain_hydra(error, command)) from None
     except OmegaConfBaseException as error:
         raise ConfigError(_explain_value(error, ROOTS[command])) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}") from None
     for key in _leaf_keys(config):
         if not keys.is_known(ROOTS[command], key):
             raise ConfigError(keys.unknown_key_message(command, key))
@@ -106,10 +107,11 @@ def quote_override(key: str, value: str) -> str:
 # --------------------------------------------------------------------------- before composition
 
 
-def _register_schemas() -> None:
+def _register_schema(command: str) -> None:
     store = ConfigStore.instance()
-    for command, root in ROOTS.items():
-        store.store(name=f"schema_{command}", node=root, provider="aligner")
+    name = f"schema_{command}"
+    if f"{name}.yaml" not in store.repo:
+        store.store(name=name, node=ROOTS[command], provider="aligner")
 
 
 def _existing_directory(path: Path) -> Path:
@@ -137,7 +139,7 @@ def _checked_overrides(command: str, overrides: Sequence[str], config_dirs: Sequ
             continue
         if not keys.is_known(ROOTS[command], key):
             raise ConfigError(keys.unknown_key_message(command, key))
-        if keys.in_free_mapping(ROOTS[command], key):
+        if keys.is_free_mapping(ROOTS[command], key) or keys.in_free_mapping(ROOTS[command], key):
             text = text if override.is_delete() else "++" + text.lstrip("+")
         elif override.is_delete():
             raise ConfigError(f"{text}: keys of the schema cannot be removed; set {key}=null where it is optional")
@@ -169,8 +171,8 @@ def _check_option(text: str, group: str, option: str, options: Sequence[str]) ->
 
 def _leaf_keys(config: Any, prefix: str = "") -> list[str]:
     """Dotted keys of every leaf, without resolving interpolations."""
-    plain = OmegaConf.to_container(config, resolve=False) if isinstance(config, DictConfig) else config
-    if not isinstance(plain, Mapping) or not plain:
+    plain: Any = OmegaConf.to_container(config, resolve=False) if isinstance(config, DictConfig) else config
+    if not isinstance(plain, dict) or not plain:
         return [prefix] if prefix else []
     found: list[str] = []
     for name, value in plain.items():
@@ -195,19 +197,22 @@ def _require_complete(command: str, config: DictConfig) -> None:
 def _is_missing(config: DictConfig, key: str) -> bool:
     parent, _, name = key.rpartition(".")
     node = OmegaConf.select(config, parent) if parent else config
-    return isinstance(node, DictConfig) and OmegaConf.is_missing(node, name) and not OmegaConf.is_interpolation(node, name)
+    return (
+        isinstance(node, DictConfig) and OmegaConf.is_missing(node, name) and not OmegaConf.is_interpolation(node, name)
+    )
 
 
 # --------------------------------------------------------------------------- messages
 
 
 def _explain_hydra(error: HydraException, command: str) -> str:
-    cause = error.__cause__
+    cause = error.__cause__ or error.__context__
     if isinstance(cause, OmegaConfBaseException):
         explained = _explain_value(cause, ROOTS[command])
         origin = str(error).partition("\n")[0]
-        in_file = "" if "override" in origin else f" ({origin})"
-        return explained + in_file
+        if file := re.match(r"In '([^']+)'", origin):
+            return f"{explained} (in {file[1]}.yaml)"
+        return explained
     lines = [line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()]
     wanted = [line for line in lines if not line.startswith(("Config search path", "provider="))]
     return "; ".join(wanted)
@@ -217,7 +222,9 @@ def _explain_value(error: OmegaConfBaseException, root: type[Section]) -> str:
     """One line for an OmegaConf error: the key, what was found, what is needed."""
     key = str(error.full_key or error.key or "")
     key, _, item = key.partition("[")  # an element of a list: name the list
-    reason = str(error.msg if isinstance(error.msg, str) else error).partition("\n")[0]
+    reason = (error.msg if isinstance(error.msg, str) else str(error)).partition("\n")[0]
+    if not key:
+        return f"a value cannot be read: {reason}"
     if isinstance(error, InterpolationToMissingValueError):
         return f"{key}: {reason}"
     if isinstance(error, InterpolationResolutionError):

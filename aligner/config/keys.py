@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import types
 import typing
 from collections.abc import Iterable
@@ -13,13 +12,20 @@ from typing import Any
 from aligner.config.schema import ROOTS
 from aligner.config.section import Section
 
+_known: dict[type[Any], dict[str, Any]] = {}
 
-@functools.cache
-def schema_keys(root: type[Section]) -> dict[str, Any]:
+
+def schema_keys(root: type[Any]) -> dict[str, Any]:
     """Every dotted key below ``root`` (sections included) with its type annotation."""
+    if root not in _known:
+        _known[root] = _read_keys(root)
+    return _known[root]
+
+
+def _read_keys(root: type[Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     hints = typing.get_type_hints(root)
-    for field in dataclasses.fields(root):  # type: ignore[arg-type]
+    for field in dataclasses.fields(root):
         annotation = hints[field.name]
         found[field.name] = annotation
         if _is_section(annotation):
@@ -35,8 +41,12 @@ def is_known(root: type[Section], key: str) -> bool:
 
 def in_free_mapping(root: type[Section], key: str) -> bool:
     """True when ``key`` is an entry of a mapping whose names the user chooses."""
-    parent = key.rpartition(".")[0]
-    return typing.get_origin(schema_keys(root).get(parent)) is dict
+    return is_free_mapping(root, key.rpartition(".")[0])
+
+
+def is_free_mapping(root: type[Section], key: str) -> bool:
+    """True when ``key`` is a mapping whose names the user chooses."""
+    return typing.get_origin(schema_keys(root).get(key)) is dict
 
 
 def unknown_key_message(command: str, key: str) -> str:
@@ -45,7 +55,9 @@ def unknown_key_message(command: str, key: str) -> str:
     owners = [name for name, root in ROOTS.items() if name != command and is_known(root, key)]
     belongs = f" (a key of aligner {', '.join(owners)})" if owners else ""
     near = nearest(key, known)
-    return f"{key}: unknown key for aligner {command}{belongs}; nearest key: {near}; `aligner {command} --help` lists all"
+    return (
+        f"{key}: unknown key for aligner {command}{belongs}; nearest key: {near}; `aligner {command} --help` lists all"
+    )
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str:

@@ -45,7 +45,11 @@ SEED: Rule = (lambda value: 0 <= value < 2**63, "between 0 and 2^63 - 1")
 
 RANGES: dict[type[Section], dict[str, Rule]] = {
     schema.ProcessesConfig: {"devices": AT_LEAST_ONE, "threads": AT_LEAST_ONE, "seed": SEED},
-    schema.TrainerConfig: {"max_steps": AT_LEAST_ONE, "val_check_interval": NOT_NEGATIVE, "save_interval": NOT_NEGATIVE},
+    schema.TrainerConfig: {
+        "max_steps": AT_LEAST_ONE,
+        "val_check_interval": NOT_NEGATIVE,
+        "save_interval": NOT_NEGATIVE,
+    },
     schema.ModelConfig: {"hidden_dropout": BELOW_ONE, "attention_dropout": BELOW_ONE},
     schema.RoleModelConfig: {"hidden_dropout": BELOW_ONE, "attention_dropout": BELOW_ONE},
     schema.OptimizerConfig: {
@@ -67,7 +71,11 @@ RANGES: dict[type[Section], dict[str, Rule]] = {
         "min_new_tokens": NOT_NEGATIVE,
     },
     schema.GenerationConfig: {"max_batch_size": AT_LEAST_ONE},
-    schema.TextDataConfig: {"sequence_length": AT_LEAST_ONE, "pack_length": AT_LEAST_ONE, "global_batch_size": AT_LEAST_ONE},
+    schema.TextDataConfig: {
+        "sequence_length": AT_LEAST_ONE,
+        "pack_length": AT_LEAST_ONE,
+        "global_batch_size": AT_LEAST_ONE,
+    },
     schema.PromptDataConfig: {"max_prompt_length": AT_LEAST_ONE},
     schema.ScoredPromptDataConfig: {"pack_length": AT_LEAST_ONE},
     schema.KLConfig: {"coef": NOT_NEGATIVE, "target": POSITIVE, "horizon": AT_LEAST_ONE},
