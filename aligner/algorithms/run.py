@@ -23,7 +23,7 @@ from aligner.distributed.context import RunContext
 from aligner.errors import ConfigError, TrainingError
 from aligner.models.role_model import RoleModel
 from aligner.monitoring.logger import MetricsLogger
-from aligner.monitoring.metrics import PEAK_MEMORY, STEP_TIME, timer_metrics
+from aligner.monitoring.metrics import PEAK_MEMORY, ROLLOUT_TOKENS_PER_SECOND, TOKENS_PER_SECOND, timer_metrics
 from aligner.monitoring.progress import StepProgress
 from aligner.monitoring.timers import PhaseTimers, peak_memory_gib, slowest
 
@@ -126,13 +126,17 @@ class TrainingRun:
         if self.save_due(step):
             with self.timers("checkpoint"):
                 self.checkpointer.save(step, self.models, self.stateful)
-        timing = {**self.timers.take(), STEP_TIME.removeprefix("timers/"): time.perf_counter() - self._step_started}
+        timing = {**self.timers.take(), "step": time.perf_counter() - self._step_started}
         gathered = all_gather_objects((timing, peak_memory_gib()))
+        seconds = slowest([part for part, _ in gathered])
         row = {
             **metrics,
-            **timer_metrics(slowest([seconds for seconds, _ in gathered])),
+            TOKENS_PER_SECOND: tokens / seconds["step"],
+            **timer_metrics(seconds),
             PEAK_MEMORY: max(peak for _, peak in gathered),
         }
+        if "rollout" in seconds:
+            row[ROLLOUT_TOKENS_PER_SECOND] = tokens / seconds["rollout"]
         self.logger.log(step, row)
         self.progress.advance(row)
 

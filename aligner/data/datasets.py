@@ -241,6 +241,8 @@ class PreferenceDataset(_RowDataset[PreferenceSample]):
         pair, used = formats.read_preference(row)
         chosen, _ = self._tokenizer.encode_conversation(pair.chosen)
         rejected, _ = self._tokenizer.encode_conversation(pair.rejected)
+        chosen = chosen[:-1] if pair.chosen_truncated else chosen  # without the end-of-turn token
+        rejected = rejected[:-1] if pair.rejected_truncated else rejected
         if chosen == rejected:
             raise DataError(
                 "field 'rejected': has the same tokens as 'chosen', so it tells no preference; remove the row"

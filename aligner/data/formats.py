@@ -9,6 +9,8 @@ Recognised, in this order (the first whose leading field is present decides):
 
 Preference rows hold ``chosen`` and ``rejected``: strings or lists of messages. Lists that begin with an assistant
 message, and strings, answer the row's ``prompt`` / ``instruction`` / ``messages``; other lists are whole conversations.
+``chosen_truncated`` and
+``rejected_truncated`` (true or false, optional) say that an answer was cut off before its end-of-turn token.
 A ``system`` string becomes the first message. Errors are DataErrors that begin with the field; the caller adds file
 and line.
 """
@@ -31,11 +33,16 @@ _PROMPT_FIELDS = ("messages", "conversations", "prompt", "instruction")
 
 @dataclass(frozen=True)
 class Preference:
-    """Two conversations that end with an assistant message; their first ``shared`` messages are the same prompt."""
+    """Two conversations that end with an assistant message; their first ``shared`` messages are the same prompt.
+
+    A truncated answer was cut off: its end-of-turn token is missing.
+    """
 
     chosen: list[Message]
     rejected: list[Message]
     shared: int
+    chosen_truncated: bool = False
+    rejected_truncated: bool = False
 
 
 def read_conversation(row: Row) -> tuple[list[Message], set[str]]:
@@ -93,7 +100,7 @@ def read_preference(row: Row) -> tuple[Preference, set[str]]:
         )
     while chosen[shared - 1]["role"] == "assistant":  # a common answer belongs to both sides, not to the prompt
         shared -= 1
-    return Preference(chosen, rejected, shared), used
+    return Preference(chosen, rejected, shared, *(_flag(row, f"{name}_truncated", used) for name in sides)), used
 
 
 def _read_prompt(row: Row) -> tuple[list[Message], set[str]]:
@@ -129,6 +136,14 @@ def _text(row: Row, name: str) -> str:
         fields = ", ".join(map(str, row)) or "none"
         raise DataError(f"field '{name}': missing; add it or correct its name (found {fields})")
     return _checked_text(row[name], name)
+
+
+def _flag(row: Row, name: str, used: set[str]) -> bool:
+    value = row.get(name, False)
+    if not isinstance(value, bool):
+        raise DataError(f"field '{name}': must be true or false, found {value!r}")
+    used.add(name)
+    return value
 
 
 def _checked_text(value: Any, name: str) -> str:

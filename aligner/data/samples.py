@@ -29,7 +29,7 @@ class PreferenceSample:
     """A preferred and a refused answer, prompt included. chosen_ids: int64 [T_c]; rejected_ids: int64 [T_r].
 
     The first ``prompt_length`` tokens are the same in both. Each side ends with the end-of-turn token, as a finished
-    sampled response does.
+    sampled response does, unless its row says that it was cut off.
     """
 
     chosen_ids: torch.Tensor

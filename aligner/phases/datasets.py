@@ -29,7 +29,7 @@ def open_prompts(path: str, tokenizer: Tokenizer, config: PromptDataConfig, cont
 
 def _open(kind, path, tokenizer, max_length, config, context):  # type: ignore[no-untyped-def]
     def construct():  # type: ignore[no-untyped-def]
-        row_filter = load_function(config.filter) if config.filter else None
+        row_filter = load_function(config.filter, "data.filter", ["row"]) if config.filter else None
         return kind(path, tokenizer, max_length, too_long=config.too_long, filter=row_filter)
 
     dataset = on_all_ranks(construct)

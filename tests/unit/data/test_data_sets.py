@@ -373,3 +373,16 @@ def test_real_files(shared_data: Path, tokenizer_of: GetTokenizer, tmp_path: Pat
         sample = math[i]
         answer = tokenizer.decode(sample.token_ids[sample.loss_mask].tolist())
         assert answer == rows[i]["answer"]
+
+
+def test_a_truncated_answer_has_no_end_of_turn(tokenizer_of: GetTokenizer, write_rows: WriteRows) -> None:
+    row = {"prompt": "Hi", "chosen": "Yes, I am.", "rejected": "Well, it is"}
+    tokenizer = tokenizer_of("chatml")
+    whole = PreferenceDataset(str(write_rows(row, name="whole.jsonl")), tokenizer, 64)[0]
+    cut = PreferenceDataset(str(write_rows({**row, "rejected_truncated": True})), tokenizer, 64)[0]
+    assert whole.rejected_ids[-1] == tokenizer.end_of_turn_id
+    assert cut.rejected_ids.tolist() == whole.rejected_ids[:-1].tolist()
+    assert cut.chosen_ids.tolist() == whole.chosen_ids.tolist()
+    assert "rejected_truncated" not in cut.metadata
+    with pytest.raises(DataError, match="rejected_truncated"):
+        PreferenceDataset(str(write_rows({**row, "rejected_truncated": "yes"}, name="bad.jsonl")), tokenizer, 64).check()
