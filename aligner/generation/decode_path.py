@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -51,16 +51,16 @@ class StageWeights:
 
 def read_weights(model: RoleModel, *, packed: bool) -> StageWeights:
     """Views of the parameters of ``model`` (own modules, or Transformer Engine's with fused norms)."""
-    module = model.module
+    module: Any = model.module
     topology = model.topology
 
-    def linear(layer: torch.nn.Module) -> Linear:
+    def linear(layer: Any) -> Linear:
         bias = getattr(layer, "bias", None)
         return make_linear(
             layer.weight.detach(), bias.detach() if bias is not None and bias.numel() else None, packed=packed
         )
 
-    def norm(own: torch.nn.Module, fused: torch.nn.Module) -> torch.Tensor:
+    def norm(own: Any, fused: Any) -> torch.Tensor:
         weight = getattr(own, "weight", None)
         return (fused.layer_norm_weight if weight is None else weight).detach()
 

@@ -144,6 +144,7 @@ class MegatronEngine:
         self._check_tags(tags)
         self._released -= set(tags)
 
+    @torch.inference_mode()
     def abort(self, request_ids: Sequence[int]) -> None:
         """End requests; the next :meth:`poll` returns what they have. Ids that are not in flight are ignored."""
         waiting, slots = self._scheduler.withdraw(set(request_ids))
