@@ -1,7 +1,7 @@
 """Hugging Face directories <-> this rank's shard of a model, tensor by tensor.
 
 Loading reads, for one parameter after another, the slices that this rank holds, straight from the safetensors files;
-each file is unmapped before the next parameter, so the peak is the shard plus one tensor. Saving gathers one tensor
+each file is unmapped before the next tensor, so the peak is the shard plus one tensor. Saving gathers one tensor
 at a time and holds one output file at most, on global rank 0.
 """
 
@@ -29,9 +29,9 @@ from aligner.weights.table import (
     find_entry,
     hf_names,
     hf_shapes,
-    pack,
+    places,
     shard_ranges,
-    unpack,
+    take_apart,
     walk,
 )
 
@@ -96,14 +96,13 @@ class HFWeights:
                 "has parts that are not supported"
             )
 
-    def read(self, name: str, dim: int | None, start: int, stop: int) -> torch.Tensor:
-        """``name[start:stop]`` along ``dim`` (all of it when ``dim`` is None), as stored, in memory of its own."""
+    def copy(self, name: str, dim: int | None, start: int, stop: int, place: torch.Tensor) -> None:
+        """Fill ``place`` in order with ``name[start:stop]`` along ``dim`` (all of it when ``dim`` is None)."""
         try:
             with safe_open(self.files[name], framework="pt") as opened:
-                part = opened.get_slice(name)
-                if dim is None:
-                    return part[:].clone()
-                return (part[start:stop] if dim == 0 else part[:, start:stop]).clone()
+                tensor = opened.get_slice(name)
+                part = tensor[:] if dim is None else tensor[start:stop] if dim == 0 else tensor[:, start:stop]
+                place.copy_(part.view(place.shape))
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{self.files[name]}: tensor {name} cannot be read ({error})") from None
 
@@ -144,10 +143,13 @@ def _fill(target: torch.Tensor, weights: HFWeights, model: RoleModel, entry: Ent
     ranges: Sequence[tuple[int, int]] = [(0, 0)] * len(names)
     if entry.dim is not None:
         ranges = shard_ranges(model.arch, entry, topology.tp, topology.tp_rank)
-    parts = [weights.read(name, entry.dim, start, stop) for name, (start, stop) in zip(names, ranges, strict=True)]
-    packed = pack(model.arch, entry, parts)
-    target[: packed.size(0)].copy_(packed)
-    target[packed.size(0) :].zero_()
+    if entry.padded:
+        [(start, stop)] = ranges
+        target[stop - start :].zero_()
+        target = target[: stop - start]
+    for name, (start, stop), place in zip(names, ranges, places(model.arch, entry, target), strict=True):
+        if place.numel():
+            weights.copy(name, entry.dim, start, stop, place)
 
 
 def layer_offset(model: RoleModel) -> int:
@@ -196,13 +198,13 @@ def _find_own(
 def _gather(arch: Architecture, entry: Entry, shard: torch.Tensor, topology: Topology) -> list[torch.Tensor] | None:
     """The whole HF tensors on the first tensor-parallel rank of a stage; None on the others."""
     if entry.dim is None:
-        return unpack(arch, entry, shard)
+        return take_apart(arch, entry, shard)
     shard = shard.contiguous()
     shards = [torch.empty_like(shard) for _ in range(topology.tp)] if topology.tp_rank == 0 else None
     dist.gather(shard, shards, dst=topology.rank_of(0, topology.pp_rank, topology.dp_rank), group=topology.pg.tp)
     if shards is None:
         return None
-    columns = zip(*(unpack(arch, entry, part) for part in shards), strict=True)
+    columns = zip(*(take_apart(arch, entry, part) for part in shards), strict=True)
     whole = [torch.cat(column, dim=entry.dim) for column in columns]
     return [whole[0][: arch.vocab_size]] if entry.padded else whole
 

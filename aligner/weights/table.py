@@ -160,23 +160,21 @@ def shard_ranges(arch: Architecture, entry: Entry, tp: int, tp_rank: int) -> tup
     return tuple((tp_rank * size, (tp_rank + 1) * size) for size in sizes)
 
 
-def pack(arch: Architecture, entry: Entry, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One rank's parts of the HF tensors -> its Megatron parameter (without vocabulary padding)."""
-    if entry.layout is Layout.STACKED:
-        return torch.cat(list(parts))
-    if entry.layout is Layout.SINGLE:
-        return parts[0]
-    groups = parts[1].size(0) // arch.head_dim
-    return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
+def places(arch: Architecture, entry: Entry, parameter: torch.Tensor) -> list[torch.Tensor]:
+    """Views of a rank's ``parameter``, one for each HF tensor of ``entry``: its part of that tensor fills it in order.
 
-
-def unpack(arch: Architecture, entry: Entry, parameter: torch.Tensor) -> list[torch.Tensor]:
-    """The inverse of :func:`pack`."""
+    The part [rows, ...] has as many elements; for :attr:`Layout.GROUPED` the view is [groups, rows of a group, ...].
+    """
     if entry.layout is Layout.STACKED:
         return list(parameter.chunk(2))
     if entry.layout is Layout.SINGLE:
         return [parameter]
     d = arch.head_dim
     queries = arch.num_attention_heads // arch.num_key_value_heads
-    grouped = parameter.unflatten(0, (-1, (queries + 2) * d))
-    return [part.flatten(0, 1) for part in grouped.split([queries * d, d, d], dim=1)]
+    return list(parameter.unflatten(0, (-1, (queries + 2) * d)).split([queries * d, d, d], dim=1))
+
+
+def take_apart(arch: Architecture, entry: Entry, parameter: torch.Tensor) -> list[torch.Tensor]:
+    """A rank's parts of the HF tensors of ``entry``, from its ``parameter``."""
+    parts = places(arch, entry, parameter)
+    return [part.flatten(0, 1) for part in parts] if entry.layout is Layout.GROUPED else parts
