@@ -33,7 +33,6 @@ _STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.formatter.limits": (-3, 5),
     "axes.formatter.useoffset": False,
     "grid.color": _FAINT,
     "xtick.color": _INK,
@@ -186,8 +185,9 @@ def line_chart(chart: Chart, series: Mapping[str, tuple[list[int], list[float]]]
     if not lines:
         return None
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(4.0, 2.3), layout="constrained")
-        axes = figure.subplots()
+        figure = Figure(figsize=(4.0, 2.3))
+        axes = figure.subplots(gridspec_kw={"left": 0.135, "right": 0.985, "bottom": 0.19, "top": 0.90})
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
         _shade(axes, chart, lines[0][0], series)
         for color, (metric, label) in zip(COLORS, lines, strict=False):
             steps, values = series[metric]

@@ -169,7 +169,7 @@ def _chips(row: Mapping[str, Any]) -> list[str]:
         elif name == "tokens":
             chips.append(f"{value} tokens")
         elif is_number(value):
-            chips.append(f"{name.replace('_', ' ')} {number(value)}")
+            chips.append(f"{name.replace('_', ' ')} {number(value, '.3g')}")
         elif isinstance(value, str) and len(value) <= 40:
             chips.append(f"{name.replace('_', ' ')} {value}")
     return chips
