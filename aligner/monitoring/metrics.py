@@ -110,20 +110,23 @@ class MetricSums:
 
     def add_values(self, name: str, values: Any, mask: Any = None) -> None:
         """Add every element of tensor or sequence ``values`` (any shape) where ``mask`` (same shape) is true."""
-        if hasattr(values, "detach"):
-            values = values.detach()
-            if mask is not None:
-                values = values[mask.bool()]
-            items = values.reshape(-1).double().tolist()
-        else:
-            flags = [True] * len(values) if mask is None else mask
-            items = [float(value) for value, keep in zip(values, flags, strict=True) if keep]
         cell = self.cells.setdefault(name, _Cell())
-        cell.total += math.fsum(items)
-        cell.count += len(items)
-        cell.squares += math.fsum(item * item for item in items)
-        for item in items:
-            cell.low, cell.high = min(cell.low, item), max(cell.high, item)
+        if hasattr(values, "detach"):
+            chosen = (values.detach() if mask is None else values.detach()[mask.bool()]).reshape(-1).double()
+            if chosen.numel():
+                self._count(cell, chosen.numel(), chosen.sum(), chosen.square().sum(), chosen.min(), chosen.max())
+            return
+        flags = [True] * len(values) if mask is None else mask
+        items = [float(value) for value, keep in zip(values, flags, strict=True) if keep]
+        if items:
+            self._count(cell, len(items), math.fsum(items), math.fsum(x * x for x in items), min(items), max(items))
+
+    @staticmethod
+    def _count(cell: _Cell, count: int, total: Any, squares: Any, low: Any, high: Any) -> None:
+        cell.count += count
+        cell.total += float(total)
+        cell.squares += float(squares)
+        cell.low, cell.high = min(cell.low, float(low)), max(cell.high, float(high))
 
     def mean(self, name: str) -> float:
         """Sum over count; nan when nothing was counted (a step in which every response was masked)."""
