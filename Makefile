@@ -38,7 +38,16 @@ demo: venv
 	@$(BIN)/aligner demo --devices $(DEMO_DEVICES)
 
 test: venv
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_ARGS); code=$$?; \
+	case $$code in \
+		0|1) ;; \
+		2) echo "error: the test run was interrupted, or test files could not be imported" >&2 ;; \
+		3) echo "error: pytest itself failed" >&2 ;; \
+		4) echo "error: pytest was called wrongly; see PYTEST_ARGS" >&2 ;; \
+		5) echo "error: no tests were collected" >&2 ;; \
+		*) echo "error: pytest ended with code $$code (above 128: killed by signal code - 128)" >&2 ;; \
+	esac; \
+	exit $$code
 
 lint: venv
 	@$(BIN)/ruff check .

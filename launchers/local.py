@@ -64,7 +64,8 @@ def rank_threads(ranks: int, threads: int | None) -> int:
 
 def _explain(exit_codes: Mapping[int, int], run_dir: Path) -> int:
     """The job's exit code from those of the failed ranks; says what a rank could not say itself."""
-    rank, code = min(exit_codes.items(), key=lambda item: (item[1] == RANK_FAILURE, item[0]))
+    stopped = -signal.SIGTERM  # by the agent, because another rank had failed
+    rank, code = min(exit_codes.items(), key=lambda item: (item[1] == stopped, item[1] == RANK_FAILURE, item[0]))
     if code >= 0:
         marker = run_dir / "errors" / f"rank_{rank}.txt"
         if marker.is_file():

@@ -1,7 +1,7 @@
-"""``aligner evaluate``: see ``aligner/algorithms/evaluate.py``."""
+"""``aligner evaluate``: see ``aligner/evaluation/evaluate.py``."""
 
 from __future__ import annotations
 
-from aligner.algorithms.evaluate import run
+from aligner.evaluation.evaluate import run
 
 __all__ = ["run"]

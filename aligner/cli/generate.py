@@ -1,7 +1,7 @@
-"""``aligner generate``: see ``aligner/algorithms/generate.py``."""
+"""``aligner generate``: see ``aligner/evaluation/generate.py``."""
 
 from __future__ import annotations
 
-from aligner.algorithms.generate import run
+from aligner.evaluation.generate import run
 
 __all__ = ["run"]

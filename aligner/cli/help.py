@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from aligner.cli.commands import COMMANDS
-from aligner.config.compose import compose_unresolved, config_groups
+from aligner.config.compose import compose_unresolved, config_groups, recipes
 from aligner.config.schema import ROOTS
 from aligner.config.section import Section
 
@@ -31,8 +31,11 @@ def command_help(command: str, config_dirs: Sequence[Path] = ()) -> str:
         "groups (name=option):",
     ]
     for group, options in config_groups(config_dirs).items():
-        sign, shown = ("+", _recipes_of(command, options)) if group == "recipe" else ("", options)
-        lines.append(f"  {sign}{group}: {', '.join(shown) or 'none for this command'}")
+        if group == "recipe":
+            shown = [name for name, owner in recipes(config_dirs).items() if owner in (command, None)]
+            lines.append(f"  +recipe: {', '.join(shown) or 'none for this command'}")
+        else:
+            lines.append(f"  {group}: {', '.join(options)}")
     lines += ["", "keys (key=value; the default stands here):", *_key_lines(root, defaults), ""]
     lines += [
         "options:",
@@ -41,11 +44,6 @@ def command_help(command: str, config_dirs: Sequence[Path] = ()) -> str:
         "  --help                 this text",
     ]
     return "\n".join(lines)
-
-
-def _recipes_of(command: str, recipes: Sequence[str]) -> list[str]:
-    """Recipes carry their command as one word of their name: ``ppo_llama3_70b``, ``demo_ppo``."""
-    return [name for name in recipes if command in name.split("_")]
 
 
 def _key_lines(section: type[Section], defaults: DictConfig, prefix: str = "") -> list[str]:

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch.distributed
+
 from aligner.cli import exit_codes
 from aligner.cli.launch import default_run_dir
 from aligner.config.compose import to_yaml
@@ -47,8 +49,11 @@ def run_rank(root: Any, body: Callable[[Any, RunContext], None]) -> int:
         code = exit_codes.INTERRUPTED
     except AlignerError as error:
         code = _report_error(error)
-    except Exception:
-        code = _report_bug(context.run_dir if context else root.run.dir)
+    except Exception as error:
+        if _is_lost_peer(error):
+            code = _report_error(RankFailure(f"lost its peers in a collective: {str(error).splitlines()[0]}"))
+        else:
+            code = _report_bug(context.run_dir if context else root.run.dir)
     else:
         platform.shutdown()
         return 0
@@ -107,12 +112,16 @@ def _report_error(error: AlignerError) -> int:
     rank, several = platform.rank(), platform.world_size() > 1
     if isinstance(error, RankFailure) and several:
         time.sleep(_FOLLOWER_DELAY_S)
-        return error.exit_code
-    if rank > 0:
+    elif rank > 0:
         time.sleep(_OTHER_RANK_DELAY_S)
     place = f"[rank {rank}] " if rank > 0 else ""
     print(f"error: {place}{error}", file=sys.stderr, flush=True)
     return error.exit_code
+
+
+def _is_lost_peer(error: Exception) -> bool:
+    """Whether a collective broke because another process ended: gloo raises a plain RuntimeError."""
+    return isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def _report_bug(run_dir: Path | str | None) -> int:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from aligner.config import schema
+from aligner.config.file_checks import check_files
 from aligner.config.hf_config import Architecture, check_layout, read_architecture
-from aligner.config.section import Section
 from aligner.config.sources import model_files, role_source
 from aligner.config.value_checks import check_values
 from aligner.errors import ConfigError, ModelError, TopologyError
@@ -46,17 +46,19 @@ def check(root: Any, world_size: int) -> None:
     """
     check_values(root)
     _check_sources(root)
+    check_files(root)
     layouts = {name: _check_degrees(name, role, world_size) for name, role in roles(root)}
     _check_batches(root, layouts)
     _check_steps(root)
     _check_packing(root)
-    architectures = {name: _architecture(root, name, role) for name, role in roles(root)}
-    for name, arch in architectures.items():
-        if arch is None:
-            continue
-        _check_model(name, arch, layouts[name])
-        _check_context(root, name, arch)
-    _check_same_shapes(root, architectures)
+    architectures = {}
+    for name, key, source in _sources(root):
+        arch = _architecture(key, source)
+        if arch is not None:
+            architectures[key] = arch
+            _check_model(name, arch, layouts[name])
+            _check_context(root, name, arch)
+    _check_same_vocabulary(root, architectures)
 
 
 def roles(root: Any) -> Iterator[tuple[str, Any]]:
@@ -90,6 +92,8 @@ def _check_sources(root: Any) -> None:
         raise ConfigError(
             "critic.init_from=reward, but the reward is a function; set critic.init_from=actor (or a directory)"
         )
+    if isinstance(reward, schema.RewardConfig) and reward.init_from and reward.standardize:
+        _check_standardize(reward.init_from)
     if isinstance(root, schema.EvaluateRoot):
         _check_evaluation(root)
     if isinstance(root, schema.GenerateRoot) and Path(root.output).exists() and not root.overwrite:
@@ -98,6 +102,14 @@ def _check_sources(root: Any) -> None:
         role = getattr(root, name, None)
         if isinstance(role, schema.FrozenRoleConfig):
             _check_frozen(name, role, root.model)
+
+
+def _check_standardize(source: str) -> None:
+    if (Path(source) / "config.json").is_file() or looks_like_hub_id(source):
+        raise ConfigError(
+            f"reward.standardize=true, but reward.init_from={source} is a Hugging Face model without score statistics; "
+            "give the run of `aligner rm`, or set reward.standardize=false"
+        )
 
 
 def _check_evaluation(root: schema.EvaluateRoot) -> None:
@@ -136,7 +148,9 @@ def _check_degrees(name: str, role: Any, world_size: int) -> _Layout:
         if value > 1 and field.name in _NOT_BUILT:
             raise TopologyError(f"{where}.{field.name}={value}: {_NOT_BUILT[field.name]} is not built yet; set it to 1")
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if parallel.sequence_parallel and tp == 1:
+    # A role that follows the actor just has it off when it has no tensor parallelism of its own.
+    follows_actor = isinstance(parallel, schema.FollowActorParallelConfig)
+    if parallel.sequence_parallel and tp == 1 and not follows_actor:
         raise TopologyError(
             f"{where}.sequence_parallel=true needs tensor parallelism, but {where}.tensor_model_parallel_size=1; "
             "set the first to false or the second to 2 or more"
@@ -246,14 +260,26 @@ def _check_model(name: str, arch: Architecture, layout: _Layout) -> None:
         raise TopologyError(f"{name}.parallel: {error}") from None
 
 
-def _architecture(root: Any, name: str, role: Any) -> Architecture | None:
-    """The architecture of a role's model, or None when its files are not on this machine (a hub id)."""
-    source = _source(root, name, role)
+def _sources(root: Any) -> Iterator[tuple[str, str, str]]:
+    """(role, the key that says so, what the role starts from); every compared checkpoint is an actor."""
+    if isinstance(root, schema.EvaluateRoot):
+        for name, source in root.evaluation.checkpoints.items():
+            yield "actor", f"evaluation.checkpoints.{name}", source
+    for name, role in roles(root):
+        if name == "actor" and isinstance(root, schema.EvaluateRoot):
+            continue
+        if name == "critic" and role.init_from in ("reward", "actor"):
+            yield name, "critic.init_from", role_source(getattr(root, role.init_from))
+        else:
+            yield name, f"{name}.init_from" if role.init_from else f"{name}.model.path", role_source(role)
+
+
+def _architecture(key: str, source: str) -> Architecture | None:
+    """The architecture of the model at ``source``, or None when its files are not on this machine (a hub id)."""
     files = model_files(source)
     if isinstance(files, str) and looks_like_hub_id(files):
         return None
     if not Path(files).is_dir():
-        key = f"{name}.init_from" if role.init_from else f"{name}.model.path"
         raise ModelError(
             f"{key}={source}: no such directory; give a Hugging Face directory, a run directory, a checkpoint or a hub "
             "id (`make demo` prepares ./models/smollm2-135m-instruct)"
@@ -261,26 +287,21 @@ def _architecture(root: Any, name: str, role: Any) -> Architecture | None:
     return read_architecture(files)
 
 
-def _source(root: Any, name: str, role: Any) -> str:
-    """What ``role`` starts from, with the critic's ``reward`` and ``actor`` followed."""
-    if name == "critic" and role.init_from in ("reward", "actor"):
-        return role_source(getattr(root, role.init_from))
-    return role_source(role)
-
-
 def looks_like_hub_id(text: str) -> bool:
     """``organisation/name`` whose first part is no folder here (then it is a mistyped path)."""
     return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", text) is not None and not Path(text.partition("/")[0]).exists()
 
 
-def _check_same_shapes(root: Section, architectures: dict[str, Architecture | None]) -> None:
-    """The reference is what the actor was: other weights, maybe, but the same vocabulary."""
-    actor, reference = architectures.get("actor"), architectures.get("reference")
-    if actor is not None and reference is not None and actor.vocab_size != reference.vocab_size:
-        raise ConfigError(
-            f"the reference has a vocabulary of {reference.vocab_size} tokens and the actor of {actor.vocab_size}; "
-            "KL needs the same vocabulary: give reference.init_from a model of the actor's family"
-        )
+def _check_same_vocabulary(root: Any, architectures: dict[str, Architecture]) -> None:
+    """Policies that KL is measured between share their token ids."""
+    if isinstance(root, schema.PPORoot):
+        keys = [key for key in architectures if key.startswith(("actor.", "reference."))]
+    else:
+        keys = [key for key in architectures if key.startswith("evaluation.checkpoints.")]
+    sizes = {key: architectures[key].vocab_size for key in keys}
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{key} has {size}" for key, size in sizes.items())
+        raise ConfigError(f"vocabularies differ in size: {listed}; KL needs models of one family")
 
 
 # --------------------------------------------------------------------------- numbers

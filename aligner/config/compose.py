@@ -55,6 +55,16 @@ def config_groups(config_dirs: Sequence[Path] = ()) -> dict[str, list[str]]:
     return {name: sorted(options) for name, options in sorted(groups.items())}
 
 
+def recipes(config_dirs: Sequence[Path] = ()) -> dict[str, str | None]:
+    """Recipes and the command each is for, by its comment (``For `aligner ppo```); None: it does not say."""
+    found: dict[str, str | None] = {}
+    for root in (conf_directory(), *config_dirs):
+        for file in sorted(root.glob("recipe/*.yaml")):
+            match = re.search(r"^# For `aligner (\w+)`", file.read_text(encoding="utf-8"), re.MULTILINE)
+            found[file.stem] = match[1] if match else None
+    return dict(sorted(found.items()))
+
+
 def compose(command: str, overrides: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> Any:
     """The frozen configuration root of ``command`` (one of :data:`~aligner.config.schema.ROOTS`).
 

@@ -35,7 +35,7 @@ def run(root: EvaluateRoot, context: RunContext) -> Comparison:
     for name, source in config.checkpoints.items():
         policy = load_policy(root, source)
         tokenizers[name] = policy.tokenizer
-        prompts = load_prompts(root, evaluation_prompts(root), config.limit, policy.tokenizer, context)
+        prompts = load_prompts(root, root.data.prompts, config.limit, policy.tokenizer, context)
         if context.rank == 0:
             console.print(f"{name}: {len(prompts)} prompts, {source}", markup=False)
         samples[name] = sample(root, policy, prompts)
@@ -73,11 +73,6 @@ def run(root: EvaluateRoot, context: RunContext) -> Comparison:
         comparison.print(console)
         comparison.write(context.run_dir)
     return comparison
-
-
-def evaluation_prompts(root: EvaluateRoot) -> str:
-    """``data.validation_prompts``, else ``data.prompts``."""
-    return root.data.validation_prompts or root.data.prompts
 
 
 def _kl_from(

@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 
 from aligner.config.checks import check, divisors, looks_like_hub_id
-from aligner.config.compose import compose, config_groups
-from aligner.config.schema import ROOTS
-from aligner.errors import AlignerError, ConfigError, ModelError, TopologyError
+from aligner.config.compose import compose, recipes
+from aligner.errors import AlignerError, ConfigError, DataError, ModelError, TopologyError
 
+TRAIN = "data.train=builtin:demonstrations"
 HUB = "some-organisation/some-model"  # never looked up: a hub model's files are not on this machine
 
 
 def refusal(command: str, *overrides: str, world_size: int = 1, kind: type[AlignerError] = ConfigError) -> str:
     """The message of the error that ``check`` raises, which must be one line of class ``kind``."""
     needed = {
-        "sft": ["data.train=t.jsonl"],
-        "rm": ["data.train=t.jsonl"],
-        "ppo": ["reward.init_from=some-organisation/some-reward"],
+        "sft": [TRAIN],
+        "rm": [TRAIN],
+        "ppo": ["reward.init_from=some-organisation/some-reward", "reward.standardize=false"],
         "generate": ["output=/nonexistent/out.jsonl"],
         "evaluate": ["evaluation.checkpoints.base=some-organisation/some-model"],
     }[command]
@@ -51,14 +51,22 @@ def model(tmp_path: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("recipe", config_groups()["recipe"])
-def test_recipes_pass_on_a_cluster_they_are_for(recipe: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("recipe", "command"), recipes().items())
+def test_recipes_pass_the_checks(recipe: str, command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With hub models in place of what earlier stages leave; large recipes on 64 ranks."""
     monkeypatch.chdir(tmp_path)  # no models/ or runs/ here
-    command = next(name for name in ROOTS if name in recipe.split("_"))
-    extra = ["reward.init_from=o/rm"] if command == "ppo" else ["reward.init_from=null"] if command == "rm" else []
-    actor = ["actor.init_from=null"] if command == "ppo" else []
-    train = [] if command == "ppo" else ["data.train=t.jsonl"]
-    root = compose(command, [f"+recipe={recipe}", "model=llama3_70b", *extra, *actor, *train])
+    own = {
+        "sft": [TRAIN, "data.validation=null"],
+        "rm": [TRAIN, "data.validation=null", "reward.init_from=null"],
+        "ppo": ["reward.init_from=o/rm", "reward.standardize=false", "actor.init_from=null"],
+        "generate": ["output=out.jsonl", "actor.init_from=null"],
+        "evaluate": [
+            "evaluation.checkpoints={base: o/a, sft: o/b, ppo: o/c}",
+            "reward.init_from=o/rm",
+            "reward.standardize=false",
+        ],
+    }
+    root = compose(command, [f"+recipe={recipe}", "model=llama3_70b", *own[command]])
     check(root, 1 if recipe.startswith("demo") else 64)
 
 
@@ -112,6 +120,7 @@ def test_adaptive_and_penalize_take_their_keys() -> None:
         [
             f"model.path={HUB}",
             f"reward.init_from={HUB}",
+            "reward.standardize=false",
             "ppo.kl={controller: adaptive, target: 3}",
             "ppo.truncation=penalize",
             "ppo.truncation_penalty=2",
@@ -120,13 +129,28 @@ def test_adaptive_and_penalize_take_their_keys() -> None:
     check(root, 1)
 
 
-def test_rewards() -> None:
+def test_rewards(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text("def f(requests):\n    return [0.0 for _ in requests]\n")
+    function = f"{file}:f"
     assert "no reward: set reward.init_from" in refusal("ppo", "reward.init_from=null")
-    assert "only one can score" in refusal("ppo", "reward.function=a.py:f")
-    message = refusal("ppo", "reward.init_from=null", "reward.function=a.py:f")
+    assert "only one can score" in refusal("ppo", f"reward.function={function}")
+    message = refusal("ppo", "reward.init_from=null", f"reward.function={function}")
     assert "set critic.init_from=actor" in message
-    root = compose("ppo", [f"model.path={HUB}", "reward.function=a.py:f", "critic.init_from=actor"])
+    root = compose("ppo", [f"model.path={HUB}", f"reward.function={function}", "critic.init_from=actor"])
     check(root, 1)
+    assert "set reward.standardize=false" in refusal("ppo", "reward.standardize=true")
+
+
+def test_files_exist(tmp_path: Path) -> None:
+    message = refusal("sft", f"data.train={tmp_path}/none.jsonl", kind=DataError)
+    assert message.startswith(f"data.train={tmp_path}/none.jsonl: no such file")
+    assert "available: demonstrations" in refusal("sft", "data.validation=builtin:nothing", kind=DataError)
+    assert refusal("ppo", "data.validation_prompts=none.jsonl", kind=DataError).startswith("data.validation_prompts=")
+    assert "no file none.py" in refusal("sft", "data.filter=none.py:keep")
+    assert "not of the form" in refusal("sft", "data.filter=none.py")
+    alone = ["reward.init_from=null", "critic.init_from=actor"]
+    assert "no file none.py" in refusal("ppo", *alone, "reward.function=none.py:score")
 
 
 def test_evaluation_needs_checkpoints_and_generation_a_new_file(tmp_path: Path) -> None:
@@ -150,6 +174,9 @@ def test_degrees_and_world_size() -> None:
     assert "must be 1 or more" in refusal("sft", "actor.parallel.tensor_model_parallel_size=0", kind=TopologyError)
     message = refusal("sft", "actor.parallel.sequence_parallel=true", kind=TopologyError)
     assert "needs tensor parallelism" in message
+    parallel = "actor.parallel={tensor_model_parallel_size: 2, sequence_parallel: true}"
+    needed = [f"model.path={HUB}", f"reward.init_from={HUB}", "reward.standardize=false"]
+    check(compose("ppo", [*needed, parallel, "critic.parallel.tensor_model_parallel_size=1"]), 2)  # off for the critic
 
 
 def test_batches_and_data_parallel_ranks() -> None:
@@ -198,7 +225,9 @@ def test_the_reference_shares_the_vocabulary(model: Path, tmp_path: Path) -> Non
     config = json.loads((model / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "vocab_size": 1024}))
     message = refusal("ppo", f"model.path={model}", f"reference.init_from={other}")
-    assert "vocabulary of 1024" in message and "512" in message
+    assert "actor.model.path has 512, reference.init_from has 1024" in message
+    message = refusal("evaluate", "data.max_prompt_length=128", f"evaluation.checkpoints={{a: {model}, b: {other}}}")
+    assert "evaluation.checkpoints.a has 512, evaluation.checkpoints.b has 1024" in message
 
 
 def test_a_run_directory_brings_its_architecture(model: Path, tmp_path: Path) -> None:

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from aligner.config.compose import compose, compose_unresolved, conf_directory, config_groups, quote_override, to_yaml
+from aligner.config.compose import (
+    compose,
+    compose_unresolved,
+    conf_directory,
+    config_groups,
+    quote_override,
+    recipes,
+    to_yaml,
+)
 from aligner.config.schema import ROOTS
 from aligner.errors import ConfigError
 
@@ -49,12 +57,11 @@ def test_every_model_preset_composes_with_every_command() -> None:
             assert compose(command, [f"model={preset}", *needed]).model.path
 
 
-@pytest.mark.parametrize("recipe", config_groups()["recipe"])
-def test_every_recipe_composes_with_its_command(recipe: str) -> None:
-    commands = [command for command in ROOTS if command in recipe.split("_")]
-    assert len(commands) == 1, f"the name of conf/recipe/{recipe}.yaml must hold one command as a word"
-    needed = [text for text in REQUIRED[commands[0]] if text.startswith(("data.", "output"))]
-    compose(commands[0], [f"+recipe={recipe}", *needed])
+@pytest.mark.parametrize(("recipe", "command"), recipes().items())
+def test_every_recipe_composes_with_its_command(recipe: str, command: str) -> None:
+    assert command in ROOTS, f"conf/recipe/{recipe}.yaml must begin with the comment: # For `aligner <command>`."
+    needed = [text for text in REQUIRED[command] if text.startswith(("data.", "output"))]
+    compose(command, [f"+recipe={recipe}", *needed])
 
 
 def test_every_conf_file_is_composed_by_a_test() -> None:

@@ -1,0 +1,68 @@
+"""Starting ranks: exit codes, one line an error, no rank left behind. Real processes, under elastic and torchrun."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launchers.local import launch
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = "tests.distributed.rank_program"
+
+
+def run_case(case: str, run_dir: Path, capfd: pytest.CaptureFixture[str]) -> tuple[int, str, float]:
+    """Exit code, stderr and seconds of ``case`` on two ranks."""
+    started = time.monotonic()
+    code = launch(PROGRAM, [case, str(run_dir)], ranks=2, threads=1, run_dir=run_dir)
+    return code, capfd.readouterr().err, time.monotonic() - started
+
+
+def test_ranks_share_the_run_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, stderr, _ = run_case("ok", tmp_path / "run", capfd)
+    assert code == 0, stderr
+    known = (tmp_path / "run" / "gathered.txt").read_text()
+    assert known == repr([(str(tmp_path / "run"), "1")] * 2)
+    assert (tmp_path / "run" / "config.yaml").read_text().startswith("command: sft\n")
+
+
+@pytest.mark.parametrize("case", ["error_on_1", "error_everywhere"])
+def test_an_error_is_one_line_and_its_exit_code(case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, stderr, seconds = run_case(case, tmp_path / "run", capfd)
+    assert code == 3, stderr
+    lines = [line for line in stderr.splitlines() if "field 'prompt' is missing" in line]
+    assert len(lines) == 1 and lines[0].startswith("error: "), stderr
+    assert "Traceback" not in stderr and "ChildFailedError" not in stderr
+    assert seconds < 90
+    assert not (tmp_path / "run" / "errors").exists()
+
+
+def test_a_bug_leaves_its_traceback_and_ends_all_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, stderr, seconds = run_case("bug_on_1", tmp_path / "run", capfd)
+    marker = tmp_path / "run" / "errors" / "rank_1.txt"
+    assert code == 70, stderr
+    assert "ValueError: something nobody thought of" in marker.read_text()
+    assert f"error: rank 1 failed; its traceback is in {marker}" in stderr
+    assert seconds < 90  # start-up of torch included; the waiting rank is ended by the launcher
+
+
+def test_a_killed_rank_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, stderr, _ = run_case("killed_1", tmp_path / "run", capfd)
+    assert code == 128 + 9
+    assert "error: rank 1 was killed by SIGKILL; the machine may have run out of memory" in stderr
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", PROGRAM]
+    ok_dir = tmp_path / "ok"
+    result = subprocess.run([*command, "ok", str(ok_dir)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    result = subprocess.run(
+        [*command, "error_on_1", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode != 0
+    assert "error: [rank 1] data.jsonl:3: field 'prompt' is missing; add it" in result.stderr
