@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import random
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -156,20 +156,19 @@ def _roles(actor: Degrees, critic: Degrees, dtype: torch.dtype, distributed: boo
 
 def _straight_and_halfway(
     directory: str, actor: Degrees, critic: Degrees, dtype: torch.dtype, distributed: bool
-) -> tuple[Any, float]:
+) -> Any:
     _start(actor)
     models, counter = _roles(actor, critic, dtype, distributed), Counter()
     checkpointer = Checkpointer(Path(directory))
     assert checkpointer.newest() is None
     _train(models, counter, range(2))  # so far the actor has never stepped
-    began = time.monotonic()
     before = _weights(models)
     checkpointer.save(2, models, {"counter": counter})
-    seconds = time.monotonic() - began
+    assert not multiprocessing.active_children(), "a save starts no processes"
     after = _weights(models)
     assert {name: after[name] for name in before} == before, "saving changed something"
     noise = _train(models, counter, range(2, 5))
-    return (_weights(models), noise, counter.state_dict()), seconds
+    return _weights(models), noise, counter.state_dict()
 
 
 def _resumed(directory: str, actor: Degrees, critic: Degrees, dtype: torch.dtype, distributed: bool) -> Any:
@@ -203,45 +202,51 @@ def test_resume_is_bit_equal(
     straight = run_ranks(world, _straight_and_halfway, *arguments)
     resumed = run_ranks(world, _resumed, *arguments)
     for rank in range(world):
-        (weights, noise, state), seconds = straight[rank]
-        assert resumed[rank][1:] == (noise, state)
-        assert resumed[rank][0] == weights
-        assert seconds < 2.0, "a save of a tiny model must not start processes"
+        assert resumed[rank][1:] == straight[rank][1:]
+        assert resumed[rank][0] == straight[rank][0]
 
 
-def _save_at(directory: str, degrees: Degrees, steps: int) -> None:
+def _save_at(directory: str, degrees: Degrees) -> None:
     _start(degrees)
-    models = {"actor": _model("actor", degrees)}
-    _fill(models["actor"], 0)
-    _train(models, Counter(), range(2, 2 + steps))
+    models = _two_policies(degrees)
+    for seed, model in enumerate(models.values()):
+        _fill(model, seed)
+    for step in range(3):
+        _step(models["trained"], step)
     Checkpointer(Path(directory)).save(2, models, {})
 
 
 def _copy_at(source: str, target: str, degrees: Degrees) -> None:
     _start(degrees)
-    models = {"actor": _model("actor", degrees)}
+    models = _two_policies(degrees)
     assert Checkpointer(Path(target)).load(Path(source), models, {}) == 2
     Checkpointer(Path(target)).save(2, models, {})
 
 
+def _two_policies(degrees: Degrees) -> dict[str, RoleModel]:
+    return {"trained": _model("trained", degrees), "fresh": _model("fresh", degrees)}
+
+
 def _tensors(path: Path, role: str) -> dict[str, torch.Tensor]:
-    return dist_checkpointing.load_plain_tensors(str(path / role))
+    stored = dist_checkpointing.load_plain_tensors(str(path / role))
+    return {name: value for name, value in stored.items() if isinstance(value, torch.Tensor)}
 
 
 def _all_tensors(paths: list[str]) -> None:
-    first, *others = [_tensors(Path(path), "actor") for path in paths]
-    assert any(name.startswith("optimizer.state.exp_avg_sq.") for name in first)
-    for other in others:
-        assert first.keys() == other.keys()
-        for name, value in first.items():
-            assert torch.equal(value, other[name]), name
+    for role in ("trained", "fresh"):
+        first, *others = [_tensors(Path(path), role) for path in paths]
+        assert any(name.startswith("optimizer.state.exp_avg_sq.") for name in first)
+        for other in others:
+            assert first.keys() == other.keys()
+            for name, value in first.items():
+                assert torch.equal(value, other[name]), name
 
 
-@pytest.mark.parametrize("steps", [0, 3])
-def test_other_layouts_load_and_save_the_same_tensors(tmp_path: Path, steps: int) -> None:
-    run_ranks(4, _save_at, str(tmp_path / "a"), TP2PP2, steps)
+def test_other_layouts_load_and_save_the_same_tensors(tmp_path: Path) -> None:
+    """Along a chain of layouts; one of the optimizers has never stepped."""
+    run_ranks(4, _save_at, str(tmp_path / "a"), TP2PP2)
     paths = [tmp_path / "a/checkpoints/step_00000002"]
-    for world, degrees in ((2, TP2), (1, ONE), (2, PP2), (2, ONE), (4, TP2PP2)):
+    for world, degrees in ((2, TP2), (1, ONE), (2, PP2), (2, ONE)):
         target = tmp_path / f"{world}-{len(paths)}"
         run_ranks(world, _copy_at, str(paths[-1]), str(target), degrees)
         paths.append(target / "checkpoints/step_00000002")
