@@ -13,6 +13,7 @@ from aligner.algorithms.ppo_metrics import rollout_metrics
 from aligner.algorithms.ppo_update import UpdateMetrics, mini_batches, update_policy, update_values
 from aligner.algorithms.ppo_validation import validate
 from aligner.algorithms.run import TrainingRun
+from aligner.checkpoint.stateful import Stateful
 from aligner.config.schema import PPORoot
 from aligner.data.datasets import PromptDataset
 from aligner.data.loader import ShardedOrder
@@ -52,7 +53,7 @@ def run(root: PPORoot, context: RunContext) -> None:
     """Train actor and critic until ``trainer.max_steps``. Collective."""
     ppo = build(root, context)
     models = {"actor": ppo.roles.actor, "critic": ppo.roles.critic}
-    stateful = {"order": ppo.order, "kl": ppo.kl}
+    stateful: dict[str, Stateful] = {"order": ppo.order, "kl": ppo.kl}
     shown = (names.REWARDS_MEAN, names.INIT_POLICY_KL, names.RESPONSE_LENGTH_MEAN, names.CLIP_FRACTION)
     with TrainingRun("ppo", context, root.trainer, models, stateful, shown) as training:
         for step in training.steps():
@@ -121,8 +122,8 @@ def ppo_step(ppo: PPO, training: TrainingRun, step: int) -> tuple[RolloutBatch, 
         batch.validate()
         for rows in mini_batches(len(batch), config.mini_batch_size, config.ppo_epochs, seed, step):
             mini_batch = batch.select(rows)
-            if not mini_batch.train_mask_BT.any():
-                continue  # every response of the mini-batch is masked by the truncation rule
+            if mini_batch.train_mask_BT is None or not mini_batch.train_mask_BT.any():
+                continue  # the truncation rule masks every response of the mini-batch
             with timers("train_critic"):
                 updates.add_critic(update_values(roles.critic, mini_batch, config, pack_length=pack))
             if step > config.critic_warmup_steps:

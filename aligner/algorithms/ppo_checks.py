@@ -44,16 +44,14 @@ def _check_reference(ppo: PPO, batch: RolloutBatch) -> None:
     allowed = REFERENCE_TOLERANCE[actor.model.dtype]
     if found > allowed:
         raise TrainingError(
-            f"self-check: policy and reference start from {role_source(actor)}, but their log-probs differ by {found:.3g} "
-            f"nats a token before the first update (at most {allowed:g}); the weights were not loaded alike"
+            f"self-check: policy and reference start from {role_source(actor)}, but their log-probs differ by "
+            f"{found:.3g} nats a token before the first update (at most {allowed:g}); the weights were not loaded alike"
         )
 
 
 def _check_ratio(ppo: PPO, batch: RolloutBatch) -> None:
     assert batch.policy_logprobs_BT is not None
-    again_BT = logprobs_of(
-        ppo.roles.actor, batch, temperature=ppo.temperature, pack_length=ppo.config.data.pack_length
-    )
+    again_BT = logprobs_of(ppo.roles.actor, batch, temperature=ppo.temperature, pack_length=ppo.config.data.pack_length)
     ratios = torch.exp(again_BT - batch.policy_logprobs_BT)[batch.loss_mask_BT]
     if not bool((ratios == 1.0).all()):
         raise TrainingError(
@@ -70,9 +68,9 @@ def _check_engine(ppo: PPO, batch: RolloutBatch) -> None:
     found = float(engine_difference(batch).mean())
     if found > allowed:
         raise TrainingError(
-            f"self-check: engine and trainer log-probs of the sampled tokens differ by {found:.3g} nats on average, more "
-            f"than {allowed:g} ({dtype}); the engine runs on other weights or another temperature than the trainer. "
-            "ppo.self_check_tolerance sets the limit"
+            f"self-check: engine and trainer log-probs of the sampled tokens differ by {found:.3g} nats on average, "
+            f"more than {allowed:g} ({dtype}); the engine runs on other weights or another temperature than "
+            "the trainer. ppo.self_check_tolerance sets the limit"
         )
 
 

@@ -15,6 +15,7 @@ from aligner.monitoring.metrics import MetricSums
 from aligner.rollout.batch import RolloutBatch
 from aligner.rollout.score import per_pack, rows_for_role
 
+
 def mini_batches(num_samples: int, size: int, epochs: int, seed: int, step: int) -> Iterator[list[int]]:
     """Rows of each mini-batch: a fresh permutation an epoch, a function of (seed, step, epoch) alone."""
     for epoch in range(epochs):

@@ -16,6 +16,7 @@ import torch
 
 from aligner.algorithms.losses import bradley_terry_loss
 from aligner.algorithms.run import TrainingRun, save_packs
+from aligner.checkpoint.stateful import Stateful
 from aligner.config.schema import RMRoot
 from aligner.data.datasets import PreferenceDataset
 from aligner.data.loader import ShardedOrder, rows_of_rank
@@ -68,7 +69,7 @@ def run(root: RMRoot, context: RunContext) -> None:
         held_out = open_pairs(root.data.validation, tokenizer, root.data, context)
     order = ShardedOrder(len(train), root.data.global_batch_size, root.trainer.seed)
     statistics = HeldOutStatistics()
-    stateful = {"order": order, "reward_statistics": statistics}
+    stateful: dict[str, Stateful] = {"order": order, "reward_statistics": statistics}
     shown = (names.TRAIN_LOSS, names.TRAIN_ACCURACY, names.VAL_ACCURACY)
     with TrainingRun("rm", context, root.trainer, {"reward": reward}, stateful, shown) as training:
         if held_out is train:
@@ -102,8 +103,8 @@ def pack_pairs(model: RoleModel, dataset: PreferenceDataset, indices: Sequence[i
     pairs = [dataset[indices[row]] for row in rows_of_rank(indices, topology.dp_rank, topology.dp)]
     sequences = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
     plans = plan_packs([pair.chosen_ids.numel() + pair.rejected_ids.numel() for pair in pairs], pack_length)
-    multiple = pack_multiple(topology)
-    packs = [build_pack(sequences, [side for pair in plan for side in (2 * pair, 2 * pair + 1)], multiple) for plan in plans]
+    sides = [[side for pair in plan for side in (2 * pair, 2 * pair + 1)] for plan in plans]
+    packs = [build_pack(sequences, rows, pack_multiple(topology)) for rows in sides]
     return PackedPairs(packs, len(pairs))
 
 

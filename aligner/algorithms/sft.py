@@ -82,7 +82,6 @@ def pack_text(actor: RoleModel, dataset: TextDataset, indices: Sequence[int], pa
 def loss_over(loss_masks: Sequence[torch.Tensor]) -> Callable[[TokenOutput, int], LossTerms]:
     """The loss function of ``train_step`` for these micro-batches."""
 
-
     def loss(output: TokenOutput, micro_batch: int) -> LossTerms:
         assert output.logprobs_T is not None
         return sft_loss(output.logprobs_T, loss_masks[micro_batch].to(output.logprobs_T.device))
@@ -94,10 +93,7 @@ def mean_loss(actor: RoleModel, dataset: TextDataset, pack_length: int) -> float
     """Loss a token over all of ``dataset``, in nats. Collective."""
     batch = pack_text(actor, dataset, range(len(dataset)), pack_length)
     scored = score_logprobs(actor, batch.packs, masks=batch.loss_masks)
-    terms = [
-        sft_loss(logprobs_T, mask_T)
-        for logprobs_T, mask_T in zip(scored, batch.loss_masks, strict=True)
-    ]
+    terms = [sft_loss(logprobs_T, mask_T) for logprobs_T, mask_T in zip(scored, batch.loss_masks, strict=True)]
     sums = {"loss": sum(float(term.loss_sum) for term in terms), "count": float(sum(term.count for term in terms))}
     total = all_reduce_sums(sums, actor.topology.pg.dp)
     return total["loss"] / total["count"]

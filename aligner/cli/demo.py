@@ -25,8 +25,18 @@ from aligner.monitoring.logger import read_metrics
 from aligner.monitoring.metrics import VAL_ACCURACY, VAL_MARGIN
 
 SUMMARY_FILE = "summary.json"
-_OURS = ("sft", "samples", "rm", "ppo", "evaluation", "samples.jsonl", "pairs.jsonl", "pairs_heldout.jsonl")
-_OURS += (SUMMARY_FILE, "report.html")
+_STAGE_OUTPUTS = (
+    "sft",
+    "samples",
+    "samples.jsonl",
+    "pairs.jsonl",
+    "pairs_heldout.jsonl",
+    "rm",
+    "ppo",
+    "evaluation",
+    SUMMARY_FILE,
+    "report.html",
+)
 _SUMMARY_FIELDS = (
     "reward_mean",
     "rule_score_mean",
@@ -72,7 +82,7 @@ class Demo:
         model = Path(os.environ.get("ALIGNER_MODELS", "models")) / "smollm2-135m-instruct"
         if not (model / "config.json").is_file():
             self.stage("convert", "convert", "smollm2_135m", str(model))
-        for name in _OURS:
+        for name in _STAGE_OUTPUTS:
             _remove(place / name)
         self.seconds.clear()
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""``aligner pairs``: sampled responses, labelled by a rule, become preference pairs. See ``aligner/rewards/pairs.py``."""
+"""``aligner pairs``: sampled responses, labelled by a rule, become pairs. See ``aligner/rewards/pairs.py``."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class ShardedOrder:
         self.cursor = int(state["cursor"])
 
 
-def rows_of_rank(indices: Sequence[int], dp_rank: int, dp: int) -> list[int]:
+def rows_of_rank(indices: Sequence[Any], dp_rank: int, dp: int) -> list[int]:
     """Rows of the global batch that a data-parallel rank works on: row i belongs to rank ``i % dp``.
 
     Returns positions in ``indices`` (not the data-set indices themselves), so that results can be put back in order.

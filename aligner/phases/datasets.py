@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from rich.console import Console
 
 from aligner.config.schema import PromptDataConfig, TextDataConfig
@@ -10,6 +12,8 @@ from aligner.data.plugin import load_function
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.collectives import all_gather_objects, on_all_ranks
 from aligner.distributed.context import RunContext
+
+D = TypeVar("D", TextDataset, PreferenceDataset, PromptDataset)
 
 
 def open_texts(path: str, tokenizer: Tokenizer, config: TextDataConfig, context: RunContext) -> TextDataset:
@@ -27,8 +31,15 @@ def open_prompts(path: str, tokenizer: Tokenizer, config: PromptDataConfig, cont
     return _open(PromptDataset, path, tokenizer, config.max_prompt_length, config, context)
 
 
-def _open(kind, path, tokenizer, max_length, config, context):  # type: ignore[no-untyped-def]
-    def construct():  # type: ignore[no-untyped-def]
+def _open(
+    kind: type[D],
+    path: str,
+    tokenizer: Tokenizer,
+    max_length: int,
+    config: TextDataConfig | PromptDataConfig,
+    context: RunContext,
+) -> D:
+    def construct() -> D:
         row_filter = load_function(config.filter, "data.filter", ["row"]) if config.filter else None
         return kind(path, tokenizer, max_length, too_long=config.too_long, filter=row_filter)
 

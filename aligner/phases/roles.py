@@ -101,7 +101,9 @@ def fill(model: RoleModel, source: str, roles: Sequence[str]) -> None:
         for role in roles:
             if role in saved:
                 return found, role
-        raise CheckpointError(f"{found.path} holds {', '.join(saved)}; {model.name} can start from {' or '.join(roles)}")
+        raise CheckpointError(
+            f"{found.path} holds {', '.join(saved)}; {model.name} can start from {' or '.join(roles)}"
+        )
 
     found, role = on_all_ranks(choose)
     initialize_role(model, found, role, strict=not (model.head == "scalar" and role == "actor"))
@@ -215,9 +217,9 @@ def keep_model_files(files: RoleFiles, context: RunContext) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for directory in (files.directory, files.tokenizer.directory):
         for file in sorted(directory.iterdir()):
-            if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model") and "index" not in file.name:
-                if file.resolve() != (target / file.name).resolve():
-                    shutil.copyfile(file, target / file.name)
+            wanted = file.suffix in (".json", ".jinja", ".txt", ".model") and "index" not in file.name
+            if wanted and file.resolve() != (target / file.name).resolve():
+                shutil.copyfile(file, target / file.name)
 
 
 def _is_resumed(context: RunContext) -> bool:

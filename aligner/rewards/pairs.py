@@ -57,7 +57,8 @@ def _request(place: str, row: Mapping[str, Any]) -> RewardRequest:
     for name, kind in _NEEDED.items():
         if not isinstance(row.get(name), kind):
             raise DataError(
-                f"{place}: field '{name}' is {row.get(name)!r}; it must be a {kind.__name__}, as `aligner generate` writes"
+                f"{place}: field '{name}' is {row.get(name)!r}; it must be a {kind.__name__}, as `aligner generate` "
+                "writes it"
             )
     return RewardRequest(
         messages=tuple(row["messages"]),

@@ -35,10 +35,8 @@ def rows_for_role(topology: Topology, sequences: Sequence[torch.Tensor], pack_le
     return RoleRows(rows, pack_for(topology, [sequences[row] for row in rows], pack_length))
 
 
-def logprobs_of(
-    model: RoleModel, batch: RolloutBatch, *, temperature: float, pack_length: int
-) -> torch.Tensor:
-    """[B, T] log p(token) under ``model`` at ``temperature`` (full softmax) of the tokens that the policy wrote, else 0."""
+def logprobs_of(model: RoleModel, batch: RolloutBatch, *, temperature: float, pack_length: int) -> torch.Tensor:
+    """[B, T] log p(token) under ``model`` at ``temperature`` of the tokens that the policy wrote, else 0."""
     share = rows_for_role(model.topology, batch.sequences(), pack_length)
     masks = per_pack(share, batch.loss_mask_BT)
     scored = score_logprobs(model, share.packs, temperature=temperature, masks=masks)
@@ -62,8 +60,6 @@ def per_pack(share: RoleRows, values_BT: torch.Tensor) -> list[torch.Tensor]:
     return [pack_rows(pack, local) for pack in share.packs]
 
 
-def _all_rows(
-    topology: Topology, share: RoleRows, scored: Sequence[torch.Tensor], batch: RolloutBatch
-) -> torch.Tensor:
+def _all_rows(topology: Topology, share: RoleRows, scored: Sequence[torch.Tensor], batch: RolloutBatch) -> torch.Tensor:
     local = gather_rows(share.packs, scored, len(share.rows), batch.tokens_BT.shape[1])
     return all_gather_rows(share.rows, local, len(batch), topology.pg.dp)

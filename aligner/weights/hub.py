@@ -7,11 +7,12 @@ from pathlib import Path
 from aligner.errors import ModelError
 
 
-def resolve_model_directory(path: str) -> Path:
+def resolve_model_directory(path: str | Path) -> Path:
     """``path`` itself when it is a directory, else the local snapshot of the Hugging Face Hub model ``path``.
 
     Downloads what is not cached yet (safetensors weights, configuration, tokenizer). Raises :class:`ModelError`.
     """
+    path = str(path)
     local = Path(path).expanduser()
     if local.is_dir():
         return local

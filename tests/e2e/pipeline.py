@@ -10,7 +10,22 @@ from typing import Any
 from tests.chat_tokenizers import CHATML, write_tokenizer
 from tests.distributed.families import write_model
 
-WORDS = ("red", "blue", "green", "small", "large", "old", "new", "bird", "tree", "stone", "river", "house", "cloud", "road")
+WORDS = (
+    "red",
+    "blue",
+    "green",
+    "small",
+    "large",
+    "old",
+    "new",
+    "bird",
+    "tree",
+    "stone",
+    "river",
+    "house",
+    "cloud",
+    "road",
+)
 
 
 def write_chat_model(directory: Path, **changes: Any) -> Path:
@@ -61,7 +76,7 @@ def overrides(command: str, run_dir: Path, model: Path, data: Path, *more: str) 
         "sft": ["data.train=sft.jsonl", "data.validation=sft.jsonl", "actor.optimizer.lr=1e-3"],
         "rm": ["data.train=pairs.jsonl", "data.validation=pairs.jsonl", "reward.optimizer.lr=1e-3"],
         "ppo": ["data.prompts=prompts.jsonl", "data.validation_prompts=prompts.jsonl", "actor.optimizer.lr=1e-3"],
-        "evaluate": ["data.prompts=prompts.jsonl", "data.validation_prompts=prompts.jsonl"],
+        "evaluate": ["data.prompts=prompts.jsonl"],
     }[command]
     placed = [word.replace("=sft", f"={data}/sft").replace("=pairs", f"={data}/pairs") for word in files]
     placed = [word.replace("=prompts", f"={data}/prompts") for word in placed]
