@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from aligner.checkpoint import manifest, torch_dist
-from aligner.checkpoint.optimizer_sharding import sharded_optimizer_state
+from aligner.checkpoint.optimizer_sharding import load_optimizer_state, sharded_optimizer_state
 from aligner.checkpoint.stateful import Stateful
 from aligner.distributed import collectives, platform
 from aligner.distributed.optimizer_state import create_optimizer_state
@@ -160,22 +160,16 @@ def _check_equal(state: str) -> None:
 # ------------------------------------------------------------------ models
 
 
-def _metadata(model: RoleModel) -> dict[str, Any]:
-    """Megatron's switches: an optimizer format that other layouts can load, and this role's own groups."""
-    return {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": model.topology.pg.dp_cp}
-
-
 def _model_state(model: RoleModel) -> dict[str, Any]:
-    return model.module.sharded_state_dict(metadata=_metadata(model))
+    """The parameters with their places in the whole model; data-parallel copies are counted in the role's own group."""
+    return model.module.sharded_state_dict(metadata={"dp_cp_group": model.topology.pg.dp_cp})
 
 
 def _sharded_state(model: RoleModel, *, is_loading: bool) -> dict[str, Any]:
     state: dict[str, Any] = {"model": _model_state(model)}
     if model.optimizer is not None:
         create_optimizer_state(model.optimizer)
-        state["optimizer"] = sharded_optimizer_state(
-            model.optimizer, state["model"], is_loading=is_loading, metadata=_metadata(model)
-        )
+        state["optimizer"] = sharded_optimizer_state(model.optimizer, state["model"], is_loading=is_loading)
     if model.scheduler is not None and not is_loading:
         state["scheduler"] = model.scheduler.state_dict()
     return state
@@ -185,15 +179,19 @@ def _load_role(model: RoleModel, directory: Path) -> None:
     loaded, _ = torch_dist.load(_sharded_state(model, is_loading=True), directory)
     model.module.load_state_dict(loaded["model"])
     if model.optimizer is not None:
-        model.optimizer.load_state_dict(loaded["optimizer"])
+        load_optimizer_state(model.optimizer, loaded["optimizer"])
     if model.scheduler is not None:
         model.scheduler.num_steps = 0  # Megatron adds the saved steps to those already counted
         _together(lambda: _load_scheduler(model, loaded["scheduler"], directory))
 
 
 def _load_scheduler(model: RoleModel, state: dict[str, Any], directory: Path) -> None:
+    scheduler: Any = model.scheduler
+    if model.horizon_from_run:
+        scheduler.lr_decay_steps = state["lr_decay_steps"]
+        scheduler.wd_incr_steps = state["wd_incr_steps"]
     try:
-        model.scheduler.load_state_dict(state)  # type: ignore[union-attr]
+        scheduler.load_state_dict(state)
     except AssertionError as error:
         raise CheckpointError(f"{directory}: the learning-rate schedule differs from the saved one: {error}") from None
 

@@ -101,4 +101,5 @@ def build_model(
     model.chunks = [DistributedDataParallel(config, ddp_config, module, pg_collection=topology.pg)]
     model.optimizer = build_optimizer(optimizer, model.chunks, dtype, topology.pg)
     model.scheduler = build_scheduler(optimizer, model.optimizer, horizon)
+    model.horizon_from_run = not optimizer.decay_steps
     return model

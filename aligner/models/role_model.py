@@ -20,6 +20,7 @@ class RoleModel:
 
     ``module`` is the bare stage; ``chunks`` what Megatron's schedules and checkpoints take: the stage, wrapped for data
     parallelism when the role is trained. ``optimizer`` and ``scheduler`` are None for a frozen role.
+    ``horizon_from_run``: the learning-rate schedule's length follows the run's, so a resumed run keeps the saved one.
     """
 
     name: str
@@ -32,6 +33,7 @@ class RoleModel:
     chunks: list[Any]
     optimizer: Any | None = None
     scheduler: Any | None = None
+    horizon_from_run: bool = False
 
     @property
     def trainable(self) -> bool:

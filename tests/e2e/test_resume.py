@@ -83,3 +83,13 @@ def test_a_restarted_run_equals_an_uninterrupted_one(name: str, files: tuple[Pat
     assert any("exp_avg" in tensor for tensor in tensors)
     for key, tensor in tensors.items():
         assert torch.equal(tensor, others[key]), key
+
+
+def test_a_longer_run_keeps_its_learning_rate_schedule(files: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    """``max_steps`` may grow: steps after the saved horizon stay at ``min_lr``, those before it do not change."""
+    model, data, _ = files
+    for steps in (2, 4):
+        words = overrides("sft", tmp_path / "run", model, data, f"trainer.max_steps={steps}")
+        run_ranks(1, run_command, "sft", words)
+    rates = [row["train/lr"] for row in metrics(tmp_path / "run")]
+    assert rates[0] == pytest.approx(1e-3) and 0 < rates[1] < rates[0] and rates[2:] == [0.0, 0.0]
