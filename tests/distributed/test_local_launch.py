@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,11 +60,11 @@ def test_a_killed_rank_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str
 
 def test_under_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", PROGRAM]
-    ok_dir = tmp_path / "ok"
-    result = subprocess.run([*command, "ok", str(ok_dir)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    place: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
+    result = subprocess.run([*command, "ok", ""], **place, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
-    result = subprocess.run(
-        [*command, "error_on_1", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    (run_dir,) = (tmp_path / "runs" / "sft").iterdir()  # rank 0 decided, the other followed
+    assert (run_dir / "gathered.txt").read_text().count(str(run_dir.relative_to(tmp_path))) == 2
+    result = subprocess.run([*command, "error_on_1", "run"], **place, capture_output=True, text=True, timeout=240)
     assert result.returncode != 0
     assert "error: [rank 1] data.jsonl:3: field 'prompt' is missing; add it" in result.stderr
