@@ -224,7 +224,11 @@ def _copy_at(source: str, target: str, degrees: Degrees) -> None:
 
 
 def _two_policies(degrees: Degrees) -> dict[str, RoleModel]:
-    return {"trained": _model("trained", degrees), "fresh": _model("fresh", degrees)}
+    """One with bf16 and fp32 parameters that is trained, one that never makes a step."""
+    return {
+        "trained": _model("trained", degrees, torch.bfloat16, head="scalar"),
+        "fresh": _model("fresh", degrees),
+    }
 
 
 def _tensors(path: Path, role: str) -> dict[str, torch.Tensor]:
@@ -235,7 +239,10 @@ def _tensors(path: Path, role: str) -> dict[str, torch.Tensor]:
 def _all_tensors(paths: list[str]) -> None:
     for role in ("trained", "fresh"):
         first, *others = [_tensors(Path(path), role) for path in paths]
-        assert any(name.startswith("optimizer.state.exp_avg_sq.") for name in first)
+        for name in [name for name in first if not name.startswith("optimizer.")]:
+            master = first[f"optimizer.state.param.{name}"]
+            assert torch.equal(master.to(first[name].dtype), first[name]), f"{name} has the state of another parameter"
+            assert bool(first[f"optimizer.state.exp_avg_sq.{name}"].any()) == (role == "trained")
         for other in others:
             assert first.keys() == other.keys()
             for name, value in first.items():
