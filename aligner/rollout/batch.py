@@ -144,7 +144,9 @@ class RolloutBatch:
         """Write ``tensors.safetensors`` and ``batch.json`` into ``directory`` (made if needed). No pickle."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        save_file({name: value.contiguous() for name, value in self._tensors().items()}, directory / TENSORS_FILE)
+        # copies, because fields may share memory (train_mask_BT is loss_mask_BT when nothing is masked)
+        tensors = {name: value.clone(memory_format=torch.contiguous_format) for name, value in self._tensors().items()}
+        save_file(tensors, directory / TENSORS_FILE)
         content = {
             "finish_reasons": list(self.finish_reasons),
             "metadata": list(self.metadata),
