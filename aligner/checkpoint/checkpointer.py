@@ -17,7 +17,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -138,18 +138,16 @@ def _together(action: Callable[[], T], rank: int | None = None) -> T:
 
     OSErrors become :class:`CheckpointError`. Where ``action`` did not run, the result is None.
     """
-    result: Any = None
-    error: Exception | None = None
-    try:
-        if rank is None or platform.rank() == rank:
-            result = action()
-    except OSError as caught:
-        error = CheckpointError(f"checkpoint: {caught}")
-        error.__cause__ = caught
-    except Exception as caught:
-        error = caught
-    collectives.agree(error)
-    return result
+
+    def run() -> T | None:
+        if rank is not None and platform.rank() != rank:
+            return None
+        try:
+            return action()
+        except OSError as error:
+            raise CheckpointError(f"checkpoint: {error}") from error
+
+    return cast(T, collectives.on_all_ranks(run))
 
 
 def _check_equal(state: str) -> None:

@@ -38,14 +38,14 @@ def save(state: dict[str, Any], directory: Path) -> None:
     Raises:
         CheckpointError: on a rank that cannot write; :class:`~aligner.errors.RankFailure` on the others.
     """
-    error: Exception | None = None
-    try:
+
+    def prepare() -> dict[str, Any]:
         # The last collective inside is a gather; after it rank 0 alone checks that the shards cover each tensor once.
         sharded, common = save_preprocess(state, validate_access_integrity=True)
         TorchCommonSaveStrategy("torch", 1).save_common(common, directory)  # rank 0 writes
-    except Exception as caught:
-        error = caught
-    collectives.agree(error)
+        return sharded
+
+    sharded = collectives.on_all_ranks(prepare)
     tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
     try:
         dcp.save(
@@ -55,13 +55,12 @@ def save(state: dict[str, Any], directory: Path) -> None:
         )
     except dcp.CheckpointException as failed:  # raised on all ranks together
         raise CheckpointError(f"cannot write the checkpoint {directory}: {_first_failure(failed)}") from failed
-    error = None
-    try:
+
+    def describe() -> None:
         if platform.rank() == 0:
             save_config(CheckpointingConfig("torch_dist", 1), str(directory))
-    except OSError as caught:
-        error = caught
-    collectives.agree(error)
+
+    collectives.on_all_ranks(describe)
 
 
 def load(state: dict[str, Any], directory: Path, *, strict: bool = True) -> tuple[dict[str, Any], list[str]]:
@@ -77,13 +76,7 @@ def load(state: dict[str, Any], directory: Path, *, strict: bool = True) -> tupl
     Raises:
         CheckpointError: tensors are missing, have another shape, or files cannot be read.
     """
-    error: Exception | None = None
-    missing: list[str] = []
-    try:
-        missing = _check_tensors(state, directory, strict)
-    except CheckpointError as caught:
-        error = caught
-    collectives.agree(error)
+    missing = collectives.on_all_ranks(lambda: _check_tensors(state, directory, strict))
     try:
         # Without access validation: its errors would be raised on rank 0 alone.
         loaded = dist_checkpointing.load(state, str(directory), validate_access_integrity=False)

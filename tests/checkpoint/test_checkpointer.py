@@ -6,6 +6,7 @@ import hashlib
 import json
 import multiprocessing
 import random
+import resource
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,8 +94,11 @@ def _noise(name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:
 
 def _step(model: RoleModel, step: int) -> None:
     """One optimizer step on made-up gradients that depend on the step alone."""
+    assert model.optimizer is not None and model.scheduler is not None
     for name, parameter in model.parameters():
-        parameter.main_grad.copy_(_noise(name, parameter, 1000 + step))
+        parameter.main_grad.copy_(  # type: ignore[attr-defined]  # set by Megatron's data parallelism
+            _noise(name, parameter, 1000 + step)
+        )
     model.optimizer.step()
     model.scheduler.step(1)
 
@@ -321,6 +325,7 @@ def _failures(directory: str) -> None:
         checkpointer.save(1, models, {"bad": _Differs()})
     with pytest.raises(CheckpointError if platform.rank() == 1 else RankFailure, match="no space left"):
         checkpointer.save(1, models, {"bad": _FailsOnRank1()})
+    _disk_full_on_rank_1(checkpointer, models)
     assert checkpointer.newest() is None
 
     for step in (1, 3, 3):  # the second save of a step replaces the first
@@ -335,6 +340,15 @@ def _failures(directory: str) -> None:
         (newest.parent / "step_00000005").mkdir()  # not ours: no manifest
     assert checkpointer.newest() == newest
     _damage(checkpointer, newest, models)
+
+
+def _disk_full_on_rank_1(checkpointer: Checkpointer, models: dict[str, RoleModel]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if platform.rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    with pytest.raises(CheckpointError, match="cannot write the checkpoint.*rank 1"):
+        checkpointer.save(1, models, {})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def _damage(checkpointer: Checkpointer, path: Path, models: dict[str, RoleModel]) -> None:

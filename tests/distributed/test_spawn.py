@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def test_results_come_in_rank_order() -> None:
 @pytest.mark.parametrize(
     ("case", "message"), [(_one_fails, "the reason"), (_one_dies, "rank 1 ended with exit code 3")]
 )
-def test_a_failing_rank_ends_all_within_seconds(case, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_failing_rank_ends_all_within_seconds(case: Callable[[], None], message: str) -> None:
     began = time.monotonic()
     with pytest.raises(RankError, match=message):
         run_ranks(2, case)
