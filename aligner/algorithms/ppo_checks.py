@@ -18,7 +18,7 @@ from aligner.rollout.score import logprobs_of
 if TYPE_CHECKING:
     from aligner.algorithms.ppo import PPO
 
-ENGINE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}  # mean nats a token
+ENGINE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # mean nats a token
 # Mean nats a token between two models of equal weights: their layouts, and the alignment of their buffers, may differ.
 REFERENCE_TOLERANCE = {"float32": 1e-5, "bfloat16": 0.02}
 

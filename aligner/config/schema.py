@@ -268,7 +268,7 @@ class PPOConfig(Section):
     truncation_penalty: float = 1.0  # penalize only: subtracted from the score
     validation_prompts: int = 32  # how many of data.validation_prompts are sampled at a validation
     self_check: bool = True  # step-0 checks; a failed one stops the run
-    # Largest mean |engine - trainer| log-prob difference, in nats; empty: 1e-3 in float32, 0.05 in bfloat16.
+    # Largest mean |engine - trainer| log-prob difference, in nats; empty: 1e-3 in float32, 0.1 in bfloat16.
     self_check_tolerance: float | None = None
     kl: KLConfig = field(default_factory=KLConfig)
 
