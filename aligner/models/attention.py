@@ -129,12 +129,15 @@ class SdpaAttention(torch.nn.Module):
         q, k, v = (x.unflatten(0, (segments, -1)).transpose(1, 2) for x in (query, key, value))
         dropout = self.dropout if self.training else 0.0
         grouped = q.size(1) != k.size(1)
+        dtype = q.dtype
+        if dtype == torch.bfloat16 and q.requires_grad and q.device.type == "cpu":
+            q, k, v = q.float(), k.float(), v.float()  # the CPU kernel's backward is four times slower in bf16
         if dropout:
             with get_cuda_rng_tracker().fork():
                 out = F.scaled_dot_product_attention(q, k, v, None, dropout, True, scale=self.scale, enable_gqa=grouped)
         else:
             out = F.scaled_dot_product_attention(q, k, v, None, 0.0, True, scale=self.scale, enable_gqa=grouped)
-        return out.transpose(1, 2)
+        return out.to(dtype).transpose(1, 2)
 
 
 class PackedSelfAttention(SelfAttention):

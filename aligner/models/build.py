@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,21 @@ from aligner.distributed.topology import Topology
 from aligner.models.optimizer import build_optimizer, build_scheduler
 from aligner.models.role_model import RoleModel
 from aligner.models.transformer import LM, SCALAR, RoleTransformer
+
+
+class SingleReplica(DistributedDataParallel):
+    """Megatron's gradient and parameter buffers without their collectives: there is no peer to reduce with."""
+
+    def start_param_sync(self, *unused: Any, **options: Any) -> None:
+        """Parameters are updated in place."""
+
+    def finish_grad_sync(self, *unused: Any, **options: Any) -> None:
+        """Gradients are complete."""
+
+
+def _finalize(chunks: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
+    """Megatron's reductions without its division by the token count, which ``forward.py`` joins with clipping."""
+    finalize_model_grads(chunks, None, **options)
 
 
 def transformer_config(
@@ -48,7 +64,7 @@ def transformer_config(
         variable_seq_lengths=topology.pp > 1,
         moe_token_dispatcher_type="alltoall",  # there are no experts; the default forbids variable lengths
         calculate_per_token_loss=True,
-        finalize_model_grads_func=finalize_model_grads,
+        finalize_model_grads_func=_finalize,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -98,7 +114,8 @@ def build_model(
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=optimizer.use_distributed_optimizer
     )
-    model.chunks = [DistributedDataParallel(config, ddp_config, module, pg_collection=topology.pg)]
+    wrapper = DistributedDataParallel if topology.dp > 1 else SingleReplica
+    model.chunks = [wrapper(config, ddp_config, module, pg_collection=topology.pg)]
     model.optimizer = build_optimizer(optimizer, model.chunks, dtype, topology.pg)
     model.scheduler = build_scheduler(optimizer, model.optimizer, horizon)
     model.horizon_from_run = not optimizer.decay_steps

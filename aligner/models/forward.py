@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from aligner.data.packing import PAD_ID, Pack
@@ -124,20 +123,26 @@ def compute_gradients(
     temperature: float = 1.0,
     with_entropy: bool = False,
     masks: Sequence[torch.Tensor] | None = None,
-    full: bool = True,
 ) -> dict[str, float]:
-    """Fill ``main_grad`` of the parameters with the mean loss's gradient; return the global sums.
+    """Fill ``main_grad`` of all parameters with the mean loss's gradient, on every rank; return the global sums."""
+    inputs = _stage_inputs(model, packs, masks, temperature, with_entropy)
+    sums = _accumulate(model, inputs, loss_fn, whole=True)
+    if sums["count"]:
+        model.chunks[0].scale_gradients(1.0 / sums["count"])
+    return sums
 
-    With ``full`` every data-parallel rank gets all of it; else, under the distributed optimizer, only its shard is
-    meaningful.
+
+def _accumulate(model: RoleModel, inputs: list[StageInput], loss_fn: LossFunction, *, whole: bool) -> dict[str, float]:
+    """Gradient of the *summed* loss over packs and replicas in ``main_grad``; the global sums.
+
+    Under the distributed optimizer a data-parallel rank has only its shard of it, unless ``whole``.
     """
     chunk = model.chunks[0]
     chunk.train()
     chunk.zero_grad_buffer()
     model.optimizer.zero_grad()  # type: ignore[union-attr]
-    inputs = _stage_inputs(model, packs, masks, temperature, with_entropy)
     collected = _run_schedule(
-        model, inputs, partial(_loss, loss_fn), forward_only=False, collect_non_loss_data=False, force_all_reduce=full
+        model, inputs, partial(_loss, loss_fn), forward_only=False, collect_non_loss_data=False, force_all_reduce=whole
     )
     return _global_sums(model, collected)
 
@@ -158,9 +163,7 @@ def train_step(
     Raises:
         TrainingError: loss or gradient norm is not finite; on all ranks, and no parameter has moved.
     """
-    sums = compute_gradients(
-        model, packs, loss_fn, temperature=temperature, with_entropy=with_entropy, masks=masks, full=False
-    )
+    sums = _accumulate(model, _stage_inputs(model, packs, masks, temperature, with_entropy), loss_fn, whole=False)
     optimizer, scheduler = model.optimizer, model.scheduler
     assert optimizer is not None and scheduler is not None
     lr = float(optimizer.param_groups[0]["lr"])
@@ -172,16 +175,14 @@ def train_step(
     if sums["count"] == 0:
         return StepResult(0.0, lr, True, sums)
     optimizer.prepare_grads()
-    grad_norm = float(optimizer.get_grad_norm())
+    grad_norm = float(optimizer.get_grad_norm()) / sums["count"]
     if not math.isfinite(grad_norm):
         raise TrainingError(
             f"{model.name}: the gradient norm is {grad_norm} after {scheduler.num_steps} steps (loss "
             f"{sums['loss'] / sums['count']:.4g}); no parameter was changed. Look at the step's data, or lower the "
             "learning rate"
         )
-    clip = optimizer.config.clip_grad
-    if clip > 0:
-        clip_grad_by_total_norm_fp32(_optimized_parameters(optimizer), clip, grad_norm)
+    _scale_and_clip(optimizer, sums["count"], grad_norm)
     optimizer.step_with_ready_grads()
     scheduler.step(increment=1)
     return StepResult(grad_norm, lr, False, sums)
@@ -332,9 +333,16 @@ def _score(
     return [list(row.split(lengths)) for row in joined.cpu()]
 
 
-def _optimized_parameters(optimizer: Any) -> list[torch.Tensor]:
+@torch.no_grad()
+def _scale_and_clip(optimizer: Any, count: float, grad_norm: float) -> None:
+    """From the gradient of the sum to that of the mean, of norm ``grad_norm``, clipped: one pass over the gradients."""
+    clip = optimizer.config.clip_grad
+    factor = min(1.0, clip / (grad_norm + 1e-6)) / count if clip > 0 else 1.0 / count
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [parameter for part in chained for parameter in part.get_parameters()]
+    parameters = (parameter for part in chained for parameter in part.get_parameters())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients and factor != 1.0:
+        torch._foreach_mul_(gradients, factor)
 
 
 def _require(model: RoleModel, head: str) -> None:

@@ -7,6 +7,7 @@ Invariants:
 - Work goes in chunks of rows: the forward pass keeps three numbers a row, the backward pass computes a chunk's logits
   again. No copy of all logits is kept.
 - Padded vocabulary ids take no part: their rows of the weight are never read, their gradient is zero.
+- A trained weight's gradient is added to ``main_grad``, Megatron's fp32 buffer, chunk by chunk.
 - Only the given process group is used, so a role may have another layout than the global one.
 """
 
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-CHUNK_ELEMENTS = 1 << 24  # logits of one chunk on this rank (64 MiB in fp32)
+CHUNK_ELEMENTS = 1 << 25  # logits of one chunk on this rank (128 MiB in fp32)
+BLOCK_ROWS = 4096  # rows of the weight whose gradient is added at a time when it has to be cast
 
 
 def _chunks(rows: int, width: int) -> list[slice]:
@@ -50,20 +52,22 @@ def _merge(stats: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class _LogProbs(torch.autograd.Function):
-    """(hidden [N, h], weight [V_local, h]) -> (log-probs [N], entropy [N] or empty)."""
+    """(hidden [N, h], parameter [V_local, h] of which ``real`` rows count) -> (log-probs [N], entropy [N] or empty)."""
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: torch.Tensor,
-        weight: torch.Tensor,
+        parameter: torch.Tensor,
+        real: int,
         labels: torch.Tensor,
         temperature: float,
         with_entropy: bool,
         group: dist.ProcessGroup,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``labels`` [N]: ids relative to this rank's first; outside of [0, V_local) they belong to another rank."""
-        rows, width = hidden.size(0), weight.size(0)
+        """``labels`` [N]: ids relative to this rank's first; outside of [0, real) they belong to another rank."""
+        weight = parameter[:real]
+        rows, width = hidden.size(0), real
         stats = hidden.new_zeros((4, rows), dtype=torch.float32)
         stats[0].fill_(float("-inf"))
         mine = (labels >= 0) & (labels < width)
@@ -84,7 +88,7 @@ class _LogProbs(torch.autograd.Function):
         logsumexp = maximum + total.log()
         entropy = total.log() - weighted / total if with_entropy else total.new_zeros(0)
         ctx.save_for_backward(hidden, weight, local, mine, logsumexp, entropy)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.parameter = temperature, parameter
         return target - logsumexp, entropy
 
     @staticmethod
@@ -93,8 +97,7 @@ class _LogProbs(torch.autograd.Function):
         hidden, weight, local, mine, logsumexp, entropy = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden)
         parts = _chunks(hidden.size(0), weight.size(0)) if weight.size(0) else []
-        # several chunks in bf16 are summed in fp32
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32 if len(parts) > 1 else weight.dtype)
+        grad_weight = _weight_gradient(ctx.parameter) if ctx.needs_input_grad[1] else None
         at_target = torch.where(mine, grad_logprobs, torch.zeros_like(grad_logprobs))
         for part in parts:
             logits = _scaled_logits(hidden[part], weight, ctx.temperature)
@@ -109,11 +112,27 @@ class _LogProbs(torch.autograd.Function):
                 grad.div_(ctx.temperature)
             grad_logits = grad.to(weight.dtype)
             torch.matmul(grad_logits, weight, out=grad_hidden[part])
-            if len(parts) == 1:
-                torch.matmul(grad_logits.t(), hidden[part], out=grad_weight)
-            else:
-                grad_weight += torch.matmul(grad_logits.t(), hidden[part])
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+            if grad_weight is not None:
+                _add_product(grad_weight[: weight.size(0)], grad_logits, hidden[part])
+        if grad_weight is None or hasattr(ctx.parameter, "main_grad"):
+            return grad_hidden, None, None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+
+
+def _add_product(total_VH: torch.Tensor, grad_NV: torch.Tensor, hidden_NH: torch.Tensor) -> None:
+    """``total += grad.T @ hidden``, without a temporary of the weight's size."""
+    if total_VH.dtype == grad_NV.dtype:
+        total_VH.addmm_(grad_NV.t(), hidden_NH)
+        return
+    for rows, columns in zip(total_VH.split(BLOCK_ROWS), grad_NV.split(BLOCK_ROWS, dim=1), strict=True):
+        rows.add_(torch.mm(columns.t(), hidden_NH))
+
+
+def _weight_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """What the gradient is added to: the parameter's ``main_grad``, or a new fp32 tensor without Megatron's buffers."""
+    if hasattr(parameter, "main_grad"):
+        return parameter.main_grad
+    return torch.zeros_like(parameter, dtype=torch.float32)
 
 
 def vocab_parallel_logprobs(
@@ -140,6 +159,5 @@ def vocab_parallel_logprobs(
     """
     start = group.rank() * weight_VH.size(0)
     real = min(max(vocab_size - start, 0), weight_VH.size(0))
-    weight = weight_VH if real == weight_VH.size(0) else weight_VH[:real]
-    logprobs, entropy = _LogProbs.apply(hidden_NH, weight, labels_N - start, temperature, with_entropy, group)
+    logprobs, entropy = _LogProbs.apply(hidden_NH, weight_VH, real, labels_N - start, temperature, with_entropy, group)
     return logprobs, entropy if with_entropy else None

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -25,6 +24,7 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 
 from aligner.config.hf_config import Architecture, padded_vocab_size
 from aligner.models.attention import SegmentPlan
+from aligner.models.embedding import Embedding
 from aligner.models.layer_spec import block_spec, has_transformer_engine
 from aligner.models.logprobs import vocab_parallel_logprobs
 from aligner.models.rope import RotaryTable
@@ -96,13 +96,7 @@ class RoleTransformer(LanguageModule):
         self.transformer_engine = has_transformer_engine()
         width = padded_vocab_size(arch)
         if self.pre_process:
-            self.embedding = LanguageModelEmbedding(
-                config=config,
-                vocab_size=width,
-                max_sequence_length=arch.max_position_embeddings,
-                position_embedding_type="rope",
-                tp_group=pg.tp,
-            )
+            self.embedding = Embedding(config, width, pg)
         spec = block_spec(arch, arch.num_layers // pg.pp.size(), transformer_engine=self.transformer_engine)
         self.decoder = TransformerBlock(
             config=config, spec=spec, pre_process=self.pre_process, post_process=self.post_process, pg_collection=pg
@@ -138,7 +132,7 @@ class RoleTransformer(LanguageModule):
             rotary = self.rotary.at(batch.position_ids_T, longest, self.config.params_dtype)
         hidden = None
         if self.pre_process:
-            hidden = self.embedding(input_ids=batch.tokens_T[None], position_ids=batch.position_ids_T[None])
+            hidden = self.embedding(batch.tokens_T)
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=plan)
         if not self.post_process:
             return hidden
