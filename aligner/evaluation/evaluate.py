@@ -39,9 +39,10 @@ def run(root: EvaluateRoot, context: RunContext) -> Comparison:
         if context.rank == 0:
             console.print(f"{name}: {len(prompts)} prompts, {source}", markup=False)
         samples[name] = sample(root, policy, prompts)
-        logprobs[name] = logprobs_of(
-            policy.model, samples[name].batch, temperature=temperature, pack_length=root.data.pack_length
-        )
+        if name != kl_from:
+            logprobs[name] = logprobs_of(
+                policy.model, samples[name].batch, temperature=temperature, pack_length=root.data.pack_length
+            )
         del policy
     kl = _kl_from(root, kl_from, samples, logprobs, tokenizers, temperature)
     rewards = _rewards(root, samples, tokenizers)
@@ -85,12 +86,12 @@ def _kl_from(
 ) -> dict[str, list[float]]:
     """k1 estimate of each response's KL from checkpoint ``kl_from``, in nats.
 
-    A checkpoint with another tokenizer than ``kl_from``'s has no KL: its token ids mean something else there.
+    ``kl_from`` itself needs none, and a checkpoint with another tokenizer has none: its ids mean something else there.
     """
     reference = load_policy(root, root.evaluation.checkpoints[kl_from])
     result = {}
     for name, sampled in samples.items():
-        if tokenizers[name].fingerprint() != tokenizers[kl_from].fingerprint():
+        if name == kl_from or tokenizers[name].fingerprint() != tokenizers[kl_from].fingerprint():
             continue
         reference_BT = logprobs_of(
             reference.model, sampled.batch, temperature=temperature, pack_length=root.data.pack_length
