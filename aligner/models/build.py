@@ -7,26 +7,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from aligner.config.hf_config import Architecture, check_layout
 from aligner.config.schema import OptimizerConfig
 from aligner.distributed.topology import Topology
+from aligner.models.data_parallel import RoleDataParallel
 from aligner.models.optimizer import build_optimizer, build_scheduler
 from aligner.models.role_model import RoleModel
 from aligner.models.transformer import LM, SCALAR, RoleTransformer
-
-
-class SingleReplica(DistributedDataParallel):
-    """Megatron's gradient and parameter buffers without their collectives: there is no peer to reduce with."""
-
-    def start_param_sync(self, *unused: Any, **options: Any) -> None:
-        """Parameters are updated in place."""
-
-    def finish_grad_sync(self, *unused: Any, **options: Any) -> None:
-        """Gradients are complete."""
 
 
 def _finalize(chunks: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
@@ -114,8 +105,7 @@ def build_model(
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=optimizer.use_distributed_optimizer
     )
-    wrapper = DistributedDataParallel if topology.dp > 1 else SingleReplica
-    model.chunks = [wrapper(config, ddp_config, module, pg_collection=topology.pg)]
+    model.chunks = [RoleDataParallel(config, ddp_config, module, pg_collection=topology.pg)]
     model.optimizer = build_optimizer(optimizer, model.chunks, dtype, topology.pg)
     model.scheduler = build_scheduler(optimizer, model.optimizer, horizon)
     model.horizon_from_run = not optimizer.decay_steps

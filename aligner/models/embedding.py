@@ -19,6 +19,8 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from aligner.models.data_parallel import gradient_buffer
+
 
 class _Rows(torch.autograd.Function):
     """Rows of ``weight`` at ``ids`` [T]; ``hidden`` bool [T] are zero rows (ids of other ranks)."""
@@ -31,10 +33,11 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
-        grad = grad.to(ctx.weight.main_grad.dtype)
+        buffer = gradient_buffer(ctx.weight)
+        grad = grad.to(buffer.dtype)
         if ctx.hidden is not None:
             grad = grad.masked_fill(ctx.hidden[:, None], 0.0)
-        ctx.weight.main_grad.index_add_(0, ctx.ids, grad)
+        buffer.index_add_(0, ctx.ids, grad)
         return None, None, None
 
 

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from aligner.models.data_parallel import gradient_buffer
+
 CHUNK_ELEMENTS = 1 << 25  # logits of one chunk on this rank (128 MiB in fp32)
 BLOCK_ROWS = 4096  # rows of the weight whose gradient is added at a time when it has to be cast
 
@@ -128,10 +130,10 @@ def _add_product(total_VH: torch.Tensor, grad_NV: torch.Tensor, hidden_NH: torch
         rows.add_(torch.mm(columns.t(), hidden_NH))
 
 
-def _weight_gradient(parameter: torch.Tensor) -> torch.Tensor:
+def _weight_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
     """What the gradient is added to: the parameter's ``main_grad``, or a new fp32 tensor without Megatron's buffers."""
     if hasattr(parameter, "main_grad"):
-        return parameter.main_grad
+        return gradient_buffer(parameter)
     return torch.zeros_like(parameter, dtype=torch.float32)
 
 
