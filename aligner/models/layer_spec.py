@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 
-import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -17,13 +16,14 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from aligner.config.hf_config import Architecture
+from aligner.distributed import platform
 from aligner.models.attention import PackedSelfAttention, SdpaAttention
 from aligner.models.norm import RMSNorm
 
 
 def has_transformer_engine() -> bool:
     """Transformer Engine runs on CUDA only; being installed on a machine without a GPU does not count."""
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    return platform.current().kind == "cuda" and importlib.util.find_spec("transformer_engine") is not None
 
 
 def block_spec(arch: Architecture, num_layers: int, *, transformer_engine: bool) -> TransformerBlockSubmodules:

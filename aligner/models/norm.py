@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from aligner.distributed import platform
+
 
 class RMSNorm(torch.nn.Module):
     """Normalises the last dimension in fp32 and scales by ``weight`` [hidden_size].
@@ -20,7 +22,7 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(
-            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+            torch.ones(hidden_size, dtype=config.params_dtype, device=platform.current().device)
         )
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 

@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 
 from aligner.config.hf_config import Architecture, padded_vocab_size
+from aligner.distributed import platform
 from aligner.models.attention import SegmentPlan
 from aligner.models.embedding import Embedding
 from aligner.models.layer_spec import block_spec, has_transformer_engine
@@ -71,7 +72,7 @@ class ScalarHead(torch.nn.Module):
         generator = torch.Generator().manual_seed(seed)
         # standard deviation 1 / sqrt(h + 1), as in Stiennon et al. 2020 (arXiv:2009.01325)
         weight = torch.randn(1, hidden_size, generator=generator) / (hidden_size + 1) ** 0.5
-        device = torch.cuda.current_device()
+        device = platform.current().device
         self.weight = torch.nn.Parameter(weight.to(device))
         self.bias = torch.nn.Parameter(torch.zeros(1, device=device))
 
