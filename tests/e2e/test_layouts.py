@@ -32,9 +32,11 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def ppo_words(paths: dict[str, Path], run_dir: Path, *more: str) -> list[str]:
-    return overrides(
-        "ppo", run_dir, paths["model"], paths["data"], f"reward.init_from={paths['rm']}", "trainer.max_steps=1", *more
-    )
+    rates = [
+        f"{role}.optimizer.lr=1e-4" for role in ("actor", "critic")
+    ]  # a first Adam step moves a weight by about lr
+    words = [f"reward.init_from={paths['rm']}", "trainer.max_steps=1", *rates, *more]
+    return overrides("ppo", run_dir, paths["model"], paths["data"], *words)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -48,6 +50,8 @@ def test_one_ppo_step_gives_the_same_parameters(layout: str, single: dict[str, P
     for name in weights:
         difference = (expected[name].float() - found[name].float()).abs().max()
         assert difference < 1e-5, (name, difference)
+    moments = [tensor for name, tensor in found.items() if name.startswith("actor") and "exp_avg" in name]
+    assert moments and any(moment.abs().max() > 0 for moment in moments)  # it did take a step
     one, other = metrics(single["ppo"])[0], metrics(tmp_path / "run")[0]
     assert one.keys() == other.keys()
     for key, value in one.items():

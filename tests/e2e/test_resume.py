@@ -1,8 +1,12 @@
-"""N steps straight equal k steps + restart + N-k steps, bit for bit, in new processes: sft, rm and ppo."""
+"""N steps straight equal k steps + restart + N-k steps, bit for bit, in new processes: sft, rm and ppo.
+
+The first life goes on after its checkpoint at step k and is lost there, as when a machine dies.
+"""
 
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,7 @@ import torch
 from tests.distributed.spawn import run_ranks
 from tests.e2e.pipeline import checkpoint_tensors, metrics, overrides, run_command, write_chat_model, write_data
 
-STEPS, FIRST = 5, 2  # 5 steps of 4 samples cross the end of an epoch of 12 (sft, rm) and of 10 (ppo)
+STEPS, LOST_AT, SAVED_AT = 5, 4, 2  # 5 steps of 4 samples cross the end of an epoch of 12 (sft, rm) and of 10 (ppo)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +69,9 @@ def test_a_restarted_run_equals_an_uninterrupted_one(name: str, files: tuple[Pat
         run_ranks(ranks, run_command, command, words)
 
     run(tmp_path / "straight", STEPS)
-    run(tmp_path / "restarted", FIRST)
+    extra.append(f"trainer.save_interval={SAVED_AT}")
+    run(tmp_path / "restarted", LOST_AT)
+    shutil.rmtree(tmp_path / f"restarted/checkpoints/step_{LOST_AT:08d}")
     run(tmp_path / "restarted", STEPS)
 
     straight, restarted = metrics(tmp_path / "straight"), metrics(tmp_path / "restarted")
