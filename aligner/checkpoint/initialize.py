@@ -50,7 +50,8 @@ def initialize_role(model: RoleModel, source: Source, role_in_checkpoint: str, *
 
     Args:
         role_in_checkpoint: the role to take from a checkpoint; not used for a Hugging Face directory.
-        strict: see :func:`~aligner.checkpoint.checkpointer.load_weights`.
+        strict: a scalar model's head must be there too; otherwise it may keep its seeded start (a critic or a reward
+            model that starts from a policy).
 
     Returns:
         The names of the tensors that kept their values.
@@ -59,5 +60,5 @@ def initialize_role(model: RoleModel, source: Source, role_in_checkpoint: str, *
         return load_weights(source.path, role_in_checkpoint, model, strict=strict)
     from aligner.weights.convert import load_hf
 
-    load_hf(model, source.path)
+    load_hf(model, source.path, need_head=strict)
     return []

@@ -19,6 +19,7 @@ from aligner.models.role_model import RoleModel
 from aligner.phases.datasets import open_prompts
 from aligner.phases.engine import build_engine, sampling_params
 from aligner.phases.roles import build_role, fill, role_files
+from aligner.phases.sources import find_source
 from aligner.rewards.protocol import RewardRequest
 from aligner.rollout.batch import RolloutBatch
 from aligner.rollout.collect import collect, reward_requests
@@ -48,7 +49,7 @@ def load_policy(root: GenerateRoot | EvaluateRoot, source: str | None = None) ->
     topology = build_topology(Degrees.from_config(role.parallel), make_global=True)
     seed_everything(root.trainer.seed, topology)
     model = build_role("actor", role, files, head="lm", seed=root.trainer.seed)
-    fill(model, role_source(role), ("actor",))
+    fill(model, on_all_ranks(lambda: find_source(role_source(role))), ("actor",))
     return Policy(model, files.tokenizer, role_source(role))
 
 

@@ -16,9 +16,11 @@ import torch
 
 from aligner.checkpoint import manifest
 from aligner.checkpoint.checkpointer import Checkpointer, read_extra
-from aligner.checkpoint.initialize import Source, initialize_role, resolve_source
+from aligner.checkpoint.initialize import Source, initialize_role
 from aligner.config.hf_config import Architecture, read_architecture
-from aligner.config.schema import PPOConfig, PPORoot, RewardConfig, RMRoot, SFTRoot
+from aligner.config.schedule import optimizer_steps
+from aligner.config.schema import PPORoot, RewardConfig, RMRoot, SFTRoot
+from aligner.config.section import replace
 from aligner.config.sources import MODEL_DIRECTORY, model_files, role_source
 from aligner.data.tokenizer import Tokenizer, load_tokenizer
 from aligner.distributed.collectives import on_all_ranks
@@ -27,6 +29,7 @@ from aligner.distributed.topology import Degrees, build_topology, seed_everythin
 from aligner.errors import CheckpointError, ConfigError
 from aligner.models.build import build_model
 from aligner.models.role_model import RoleModel
+from aligner.phases.sources import find_source, pin_sources
 from aligner.rewards.function import FunctionReward
 from aligner.rewards.model_reward import ModelReward
 from aligner.rewards.protocol import Reward
@@ -87,139 +90,132 @@ def build_role(
     )
 
 
-def fill(model: RoleModel, source: str, roles: Sequence[str]) -> None:
-    """The weights at ``source``; of a checkpoint's models the first of ``roles`` that it has. Collective.
+def fill(model: RoleModel, source: Source, roles: Sequence[str], *, needs_head: bool = True) -> str:
+    """The weights at ``source``; of a checkpoint's models the first of ``roles``. Returns which was taken. Collective.
 
-    A policy's weights fill a scalar model without its head, which keeps its seeded start.
+    Without ``needs_head`` a scalar model may start from weights that have no scalar head; it keeps its seeded one.
     """
 
-    def choose() -> tuple[Source, str]:
-        found = resolve_source(resolve_model_directory(source))
-        if found.kind == "hf":
-            return found, ""
-        saved = manifest.read(found.path).roles
+    def choose() -> str:
+        if source.kind == "hf":
+            return "hf"
+        saved = manifest.read(source.path).roles
         for role in roles:
             if role in saved:
-                return found, role
+                return role
         raise CheckpointError(
-            f"{found.path} holds {', '.join(saved)}; {model.name} can start from {' or '.join(roles)}"
+            f"{source.path} holds {', '.join(saved)}; {model.name} can start from {' or '.join(roles)}"
         )
 
-    found, role = on_all_ranks(choose)
-    initialize_role(model, found, role, strict=not (model.head == "scalar" and role == "actor"))
+    role = on_all_ranks(choose)
+    initialize_role(model, source, role, strict=needs_head)
+    return role
 
 
 def load_actor(root: SFTRoot, context: RunContext) -> tuple[RoleModel, Tokenizer]:
     """The policy to train. Collective."""
-    return _load_trained("actor", root.actor, root, context, head="lm", horizon=root.trainer.max_steps)
+    source = pin_sources(context, {"actor": role_source(root.actor)})["actor"]
+    return _load_trained("actor", root.actor, source, root, context, head="lm")
 
 
 def load_trained_reward(root: RMRoot, context: RunContext) -> tuple[RoleModel, Tokenizer]:
     """The reward model to train. Collective."""
-    return _load_trained("reward", root.reward, root, context, head="scalar", horizon=root.trainer.max_steps)
+    source = pin_sources(context, {"reward": role_source(root.reward)})["reward"]
+    return _load_trained("reward", root.reward, source, root, context, head="scalar")
 
 
 def load_ppo_roles(root: PPORoot, context: RunContext) -> PPORoles:
     """Actor, critic, reference and reward. Collective."""
     seed = root.trainer.seed
-    learning_steps = root.trainer.max_steps - root.ppo.critic_warmup_steps
-    horizon = max(1, learning_steps) * updates_per_step(root.ppo)
-    actor, tokenizer = _load_trained("actor", root.actor, root, context, head="lm", horizon=horizon)
+    sources = pin_sources(context, ppo_sources(root))
+    actor, tokenizer = _load_trained("actor", root.actor, sources["actor"], root, context, head="lm")
     reference_files = on_all_ranks(lambda: role_files(root.reference))
-    reference = build_role("reference", root.reference, reference_files, head="lm", seed=seed)
-    fill(reference, role_source(root.reference), ("actor",))
     on_all_ranks(lambda: _require_same_tokenizer("reference", reference_files.tokenizer, tokenizer))
-    reward = load_reward(root.reward, tokenizer, root.data.pack_length, seed)
-    critic = _load_critic(root, tokenizer, context)
+    reference = build_role("reference", root.reference, reference_files, head="lm", seed=seed)
+    fill(reference, sources["reference"], ("actor",))
+    reward = load_reward(root.reward, tokenizer, root.data.pack_length, seed, sources.get("reward"))
+    critic = _load_critic(root, sources["critic"], tokenizer, context)
     return PPORoles(actor, critic, reference, reward, tokenizer)
 
 
-def load_reward(config: RewardConfig, tokenizer: Tokenizer, pack_length: int, seed: int) -> Reward:
-    """The reward: a function, or a reward model that scores standardised (``reward.standardize``). Collective."""
+def ppo_sources(root: PPORoot) -> dict[str, str]:
+    """What each role starts from, as configured; a reward that is a function has no source."""
+    given = {"actor": role_source(root.actor), "reference": role_source(root.reference)}
+    if not root.reward.function:
+        given["reward"] = role_source(root.reward)
+    return {**given, "critic": given.get(root.critic.init_from, root.critic.init_from)}
+
+
+def load_reward(
+    config: RewardConfig, tokenizer: Tokenizer, pack_length: int, seed: int, source: Source | None = None
+) -> Reward:
+    """The reward: a function, or a reward model that scores standardised (``reward.standardize``). Collective.
+
+    ``source``: where the reward model's weights are; None: what ``init_from`` holds now.
+    """
     if config.function:
         function = config.function
         return on_all_ranks(lambda: FunctionReward(function))
     files = on_all_ranks(lambda: role_files(config))
+    found = on_all_ranks(lambda: source or find_source(role_source(config)))
     model = build_role("reward", config, files, head="scalar", seed=seed)
-    fill(model, role_source(config), ("reward",))
-    statistics = reward_statistics(config) if config.standardize else None
+    fill(model, found, ("reward",))
+    statistics = on_all_ranks(lambda: reward_statistics(found)) if config.standardize else None
     return ModelReward(model, files.tokenizer, tokenizer, statistics=statistics, pack_length=pack_length)
 
 
-def reward_statistics(config: RewardConfig) -> ScoreStatistics:
-    """What the reward model's checkpoint knows of its own scores. Raises CheckpointError. Collective."""
-
-    def read() -> ScoreStatistics:
-        kind, path = resolve_source(role_source(config))
-        if kind != "checkpoint":
-            raise ConfigError(
-                f"reward.standardize=true, but reward.init_from={path} is a Hugging Face directory without score "
-                "statistics; give the run of `aligner rm`, or set reward.standardize=false"
-            )
-        return ScoreStatistics.from_dict(read_extra(path, "reward_statistics"))
-
-    return on_all_ranks(read)
+def reward_statistics(source: Source) -> ScoreStatistics:
+    """What the reward model's checkpoint knows of its own scores. Local. Raises CheckpointError, ConfigError."""
+    if source.kind != "checkpoint":
+        raise ConfigError(
+            f"reward.standardize=true, but reward.init_from={source.path} is a Hugging Face directory without score "
+            "statistics; give the run of `aligner rm`, or set reward.standardize=false"
+        )
+    return ScoreStatistics.from_dict(read_extra(source.path, "reward_statistics"))
 
 
-def updates_per_step(config: PPOConfig) -> int:
-    """Optimizer steps of one PPO step, which is what learning-rate schedules count."""
-    samples = config.rollout_batch_size * config.samples_per_prompt
-    return config.ppo_epochs * -(-samples // config.mini_batch_size)
-
-
-def _load_critic(root: PPORoot, tokenizer: Tokenizer, context: RunContext) -> RoleModel:
-    """The critic from the reward model (its standardisation absorbed by the head), from the policy, or from a path."""
-    starts = {"reward": root.reward, "actor": root.actor}
-    source = starts.get(root.critic.init_from)
-    if source is None:
-        path = root.critic.init_from
-        files = on_all_ranks(lambda: _files_of_path(path, root.critic))
-    else:
-        path = role_source(source)
-        files = on_all_ranks(lambda: role_files(source))
+def _load_critic(root: PPORoot, source: Source, tokenizer: Tokenizer, context: RunContext) -> RoleModel:
+    """The critic from a reward model (its standardisation absorbed by the head), from a policy, or from a critic."""
+    given = ppo_sources(root)["critic"]
+    files = on_all_ranks(lambda: role_files(replace(root.critic, init_from=given)))
     on_all_ranks(lambda: _require_same_tokenizer("critic", files.tokenizer, tokenizer))
-    horizon = root.trainer.max_steps * updates_per_step(root.ppo)
+    horizon = optimizer_steps(root)["critic"]
     critic = build_role("critic", root.critic, files, head="scalar", seed=root.trainer.seed, horizon=horizon)
     if _is_resumed(context):
         return critic
-    fill(critic, path, ("critic", "reward", "actor"))
-    if root.critic.init_from == "reward" and root.reward.standardize:
-        statistics = reward_statistics(root.reward)
+    if fill(critic, source, ("critic", "reward", "actor"), needs_head=False) == "reward" and root.reward.standardize:
+        statistics = on_all_ranks(lambda: reward_statistics(source))
         critic.absorb_affine(mean=statistics.mean, std=statistics.std)
     return critic
 
 
-def _files_of_path(path: str, role: Any) -> RoleFiles:
-    directory = resolve_model_directory(model_files(path))
-    tokenizer = load_tokenizer(resolve_model_directory(role.model.tokenizer) if role.model.tokenizer else directory)
-    return RoleFiles(directory, read_architecture(directory), tokenizer)
-
-
 def _load_trained(
-    name: str, role: Any, root: Any, context: RunContext, *, head: str, horizon: int
+    name: str, role: Any, source: Source, root: Any, context: RunContext, *, head: str
 ) -> tuple[RoleModel, Tokenizer]:
     """The run's main role: its layout is Megatron's global one, its files are kept in ``RUN/model``."""
     files = on_all_ranks(lambda: role_files(role))
     topology = build_topology(Degrees.from_config(role.parallel), make_global=True)
     seed_everything(root.trainer.seed, topology)
-    model = build_role(name, role, files, head=head, seed=root.trainer.seed, horizon=horizon)
+    model = build_role(name, role, files, head=head, seed=root.trainer.seed, horizon=optimizer_steps(root)[name])
     if not _is_resumed(context):
-        fill(model, role_source(role), ("reward", "actor") if name == "reward" else ("actor",))
+        fill(model, source, ("reward", "actor") if name == "reward" else ("actor",), needs_head=head == "lm")
     on_all_ranks(lambda: keep_model_files(files, context))
     return model, files.tokenizer
 
 
 def keep_model_files(files: RoleFiles, context: RunContext) -> None:
-    """Copy ``config.json`` and the tokenizer to ``RUN/model`` (rank 0), so that the run can be a source itself."""
+    """Copy ``config.json`` and the tokenizer's files to ``RUN/model`` (rank 0): a run can be a source itself."""
     if context.rank != 0:
         return
     target = context.run_dir / MODEL_DIRECTORY
+    if files.directory.resolve() == target.resolve():
+        return  # a run that continues itself
     target.mkdir(parents=True, exist_ok=True)
-    for directory in (files.directory, files.tokenizer.directory):
-        for file in sorted(directory.iterdir()):
-            wanted = file.suffix in (".json", ".jinja", ".txt", ".model") and "index" not in file.name
-            if wanted and file.resolve() != (target / file.name).resolve():
-                shutil.copyfile(file, target / file.name)
+    shutil.copyfile(files.directory / "config.json", target / "config.json")
+    for file in sorted(files.tokenizer.directory.iterdir()):
+        wanted = file.suffix in (".json", ".jinja", ".txt", ".model") and "index" not in file.name
+        if file.is_file() and wanted and file.name != "config.json":
+            shutil.copyfile(file, target / file.name)
 
 
 def _is_resumed(context: RunContext) -> bool:

@@ -23,6 +23,7 @@ from aligner.distributed import platform
 from aligner.distributed.topology import Topology
 from aligner.errors import ModelError
 from aligner.models.role_model import RoleModel
+from aligner.models.transformer import SCALAR
 from aligner.weights.table import (
     Entry,
     build_table,
@@ -116,11 +117,11 @@ def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         raise ModelError(f"{path}: cannot be read as safetensors ({error}); the file is missing or damaged") from None
 
 
-def load_hf(model: RoleModel, directory: str | Path) -> None:
+def load_hf(model: RoleModel, directory: str | Path, *, need_head: bool = False) -> None:
     """Fill ``model`` from an HF directory of the same architecture; each rank reads its own slices.
 
     A scalar model takes the trunk and, where the directory has ``score.weight``, the head; otherwise the head keeps
-    its seeded start and a vocabulary layer in the directory is ignored.
+    its seeded start (refused with ``need_head``) and a vocabulary layer in the directory is ignored.
 
     Raises:
         ModelError: a tensor is missing, has another shape, or has no place in this architecture.
@@ -129,6 +130,11 @@ def load_hf(model: RoleModel, directory: str | Path) -> None:
     table = build_table(model.arch, model.head)
     optional = {name for entry in table if entry.megatron.startswith("head.") for name in entry.hf}
     weights.check(model.arch, table, optional)
+    if need_head and model.head == SCALAR and "score.weight" not in weights.files:
+        raise ModelError(
+            f"{directory}: there is no score.weight, so the {model.name} model would score at random; give the run of "
+            "`aligner rm`, or a sequence-classification model"
+        )
     with torch.no_grad():
         for name, parameter in model.parameters():
             entry, layer = find_entry(table, name, layer_offset(model))

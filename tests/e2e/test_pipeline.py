@@ -163,3 +163,46 @@ def test_a_critic_with_another_tokenizer_is_refused(base: Path, tmp_path: Path) 
     words = overrides("ppo", tmp_path / "run", base / "model", base / "data", *ppo_sources(base))
     with pytest.raises(RankError, match="same tokenizer"):
         run_ranks(1, run_command, "ppo", [*words, f"critic.init_from={other}", "trainer.max_steps=1"])
+
+
+def test_a_reward_model_without_a_head_is_refused(base: Path, tmp_path: Path) -> None:
+    words = overrides("ppo", tmp_path / "run", base / "model", base / "data", f"reward.init_from={base}/model")
+    with pytest.raises(RankError, match="would score at random"):
+        run_ranks(1, run_command, "ppo", [*words, "reward.standardize=false", "trainer.max_steps=1"])
+
+
+def test_an_exported_reward_model_scores_like_its_run(base: Path, tmp_path: Path) -> None:
+    """And a critic given by path absorbs the run's standardisation, as one that starts from ``reward`` does."""
+    assert main(["convert", str(base / "rm"), str(tmp_path / "exported")]) == 0
+    assert "score.weight" in load_file(tmp_path / "exported" / "model.safetensors")
+    common = ["trainer.max_steps=1", f"actor.init_from={base}/sft"]
+
+    def first_row(name: str, *words: str) -> dict[str, float]:
+        words = (*overrides("ppo", tmp_path / name, base / "model", base / "data", *common), *words)
+        run_ranks(1, run_command, "ppo", words)
+        return metrics(tmp_path / name)[0]
+
+    run = first_row("run", f"reward.init_from={base}/rm")
+    path = first_row("path", f"reward.init_from={base}/rm", f"critic.init_from={base}/rm")
+    assert run == path
+    exported = first_row("hf", f"reward.init_from={tmp_path}/exported", "reward.standardize=false")
+    raw = run["train_rollouts/reward_unstandardized"]
+    assert exported["train_rollouts/rewards_mean"] == pytest.approx(raw, abs=1e-5)
+
+
+def test_a_resumed_run_keeps_the_sources_of_its_first_life(base: Path, tmp_path: Path) -> None:
+    words = overrides("ppo", tmp_path / "run", base / "model", base / "data", *ppo_sources(base))
+    run_ranks(1, run_command, "ppo", [*words, "trainer.max_steps=1"])
+    sources = json.loads((tmp_path / "run" / "sources.json").read_text())
+    assert sources["reference"]["path"] == str(base / "sft" / "checkpoints" / "step_00000003")
+    assert sources["critic"]["path"] == sources["reward"]["path"] == str(base / "rm" / "checkpoints" / "step_00000002")
+    with pytest.raises(RankError, match="began with reference from"):
+        run_ranks(1, run_command, "ppo", [*words, "trainer.max_steps=2", f"reference.init_from={base}/model"])
+
+
+def test_the_runs_own_config_is_kept_beside_a_tokenizer_from_elsewhere(base: Path, tmp_path: Path) -> None:
+    other = write_chat_model(tmp_path / "other", num_hidden_layers=1)
+    words = overrides("sft", tmp_path / "run", base / "model", base / "data", f"model.tokenizer={other}")
+    run_ranks(1, run_command, "sft", [*words, "trainer.max_steps=1"])
+    kept = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert kept["num_hidden_layers"] == 2
