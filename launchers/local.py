@@ -17,6 +17,7 @@ from pathlib import Path
 
 SHUTDOWN_TIMEOUT_S = 10  # from SIGTERM to SIGKILL for the other ranks when one has failed
 RANK_FAILURE = 8  # exit code of a rank that stops because of another's error
+BUG = 70  # exit code of a rank that has left its traceback in the run directory
 
 
 def launch(module: str, arguments: Sequence[str], ranks: int, threads: int | None, run_dir: Path) -> int:
@@ -68,7 +69,7 @@ def _explain(exit_codes: Mapping[int, int], run_dir: Path) -> int:
     rank, code = min(exit_codes.items(), key=lambda item: (item[1] == stopped, item[1] == RANK_FAILURE, item[0]))
     if code >= 0:
         marker = run_dir / "errors" / f"rank_{rank}.txt"
-        if marker.is_file():
+        if code == BUG and marker.is_file():
             print(f"error: rank {rank} failed; its traceback is in {marker}", file=sys.stderr)
         return code
     name = signal.Signals(-code).name

@@ -68,6 +68,8 @@ def run_rank(root: Any, body: Callable[[Any, RunContext], None]) -> int:
 def start_rank(root: Any) -> RunContext:
     """Initialise this rank; agree on ``run.dir`` (rank 0 decides); write ``run_dir/config.yaml``. Collective.
 
+    Tracebacks that an earlier life has left there are removed: those in ``errors/`` are of this life.
+
     Raises:
         ConfigError: the run directory cannot be written or belongs to another command.
     """
@@ -78,6 +80,7 @@ def start_rank(root: Any) -> RunContext:
     if platform.rank() == 0:
         try:
             write_config(run_dir, command, root)
+            remove_old_tracebacks(run_dir)
         except ConfigError as raised:
             error = raised
         except OSError as raised:
@@ -101,6 +104,12 @@ def write_config(run_dir: Path, command: str, root: Section) -> None:
     partial = path.with_suffix(".yaml.tmp")
     partial.write_text(to_yaml(command, root), encoding="utf-8")
     partial.replace(path)
+
+
+def remove_old_tracebacks(run_dir: Path) -> None:
+    """Remove what ranks of an earlier life of the run have left in ``run_dir/errors``."""
+    for marker in (run_dir / ERRORS_DIRECTORY).glob("rank_*.txt"):
+        marker.unlink()
 
 
 def _command_of(root: Section) -> str:

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from aligner.config import schema
+from aligner.config.effect_checks import check_effects
 from aligner.config.file_checks import check_files
 from aligner.config.hf_config import Architecture, check_layout, read_architecture
+from aligner.config.schedule import optimizer_steps
 from aligner.config.sources import model_files, role_source
 from aligner.config.value_checks import check_values
 from aligner.errors import ConfigError, ModelError, TopologyError
@@ -46,10 +48,15 @@ def check(root: Any, world_size: int) -> None:
     """
     check_values(root)
     _check_sources(root)
+    check_effects(root)
     check_files(root)
     layouts = {name: _check_degrees(name, role, world_size) for name, role in roles(root)}
     _check_batches(root, layouts)
-    _check_steps(root)
+    if isinstance(root.trainer, schema.TrainerConfig):
+        _check_steps(root)
+    if isinstance(root, schema.PPORoot):
+        _check_dropout(root)
+        _check_adaptive_kl(root.ppo)
     _check_packing(root)
     architectures = {}
     for name, key, source in _sources(root):
@@ -98,10 +105,6 @@ def _check_sources(root: Any) -> None:
         _check_evaluation(root)
     if isinstance(root, schema.GenerateRoot) and Path(root.output).exists() and not root.overwrite:
         raise ConfigError(f"output={root.output} exists; choose another file or set overwrite=true")
-    for name in ("reference", "reward"):
-        role = getattr(root, name, None)
-        if isinstance(role, schema.FrozenRoleConfig):
-            _check_frozen(name, role, root.model)
 
 
 def _check_standardize(source: str) -> None:
@@ -124,13 +127,6 @@ def _check_evaluation(root: schema.EvaluateRoot) -> None:
             raise ConfigError(
                 f"evaluation.{key}={value}: not among evaluation.checkpoints; choose one of {', '.join(names)}"
             )
-
-
-def _check_frozen(name: str, role: schema.FrozenRoleConfig, model: schema.ModelConfig) -> None:
-    for key in ("hidden_dropout", "attention_dropout"):
-        value = getattr(role.model, key)
-        if value != getattr(model, key):
-            raise ConfigError(f"{name}.model.{key}={value} has no effect: {name} is not trained; leave it out")
 
 
 # --------------------------------------------------------------------------- degrees and batches
@@ -196,13 +192,52 @@ def _at_least_dp(key: str, value: int, role: str, layout: _Layout) -> None:
 
 
 def _check_steps(root: Any) -> None:
-    if not isinstance(root.trainer, schema.TrainerConfig):
-        return
     steps = root.trainer.max_steps
     if isinstance(root, schema.PPORoot) and root.ppo.critic_warmup_steps >= steps:
         raise ConfigError(
             f"ppo.critic_warmup_steps={root.ppo.critic_warmup_steps}: the policy never learns in trainer.max_steps="
             f"{steps} steps; give at most {steps - 1}"
+        )
+    for name, total in optimizer_steps(root).items():
+        optimizer = getattr(root, name).optimizer
+        if optimizer.decay_steps is None and optimizer.warmup_steps >= total:
+            key = f"{name}.optimizer"
+            raise ConfigError(
+                f"{key}.warmup_steps={optimizer.warmup_steps}, but {name} makes {total} optimizer steps in "
+                f"trainer.max_steps={steps} and its schedule ends there; give at most {total - 1}, or set "
+                f"{key}.decay_steps above it"
+            )
+
+
+# --------------------------------------------------------------------------- ppo
+
+
+def _check_dropout(root: schema.PPORoot) -> None:
+    """The old log-probs are taken without dropout; with it in the update the first ratio would not be 1."""
+    for key, section in (("model", root.model), ("actor.model", root.actor.model), ("critic.model", root.critic.model)):
+        for name in ("hidden_dropout", "attention_dropout"):
+            if value := getattr(section, name):
+                raise ConfigError(
+                    f"{key}.{name}={value}: PPO compares updates with log-probs and values taken without dropout, so "
+                    f"its ratios would be wrong; set {key}.{name}=0"
+                )
+
+
+def _check_adaptive_kl(ppo: schema.PPOConfig) -> None:
+    """A step multiplies the coefficient by 1 + error * samples / horizon, |error| <= 0.2: it must stay above 0."""
+    if ppo.kl.controller != "adaptive":
+        return
+    if not ppo.kl.coef > 0:
+        raise ConfigError(
+            f"ppo.kl.coef={ppo.kl.coef}: ppo.kl.controller=adaptive multiplies the coefficient, and 0 stays 0; "
+            "give a number above 0"
+        )
+    samples = ppo.rollout_batch_size * ppo.samples_per_prompt
+    if samples >= 5 * ppo.kl.horizon:
+        raise ConfigError(
+            f"ppo.kl.horizon={ppo.kl.horizon} is not above 0.2 x the {samples} samples of a step = {samples / 5:g} "
+            f"(ppo.rollout_batch_size {ppo.rollout_batch_size} x ppo.samples_per_prompt {ppo.samples_per_prompt}): the "
+            f"coefficient could fall to 0 or below; give {samples // 5 + 1} or more"
         )
 
 
@@ -211,10 +246,16 @@ def _check_steps(root: Any) -> None:
 
 def _check_packing(root: Any) -> None:
     data = root.data
-    if isinstance(data, schema.TextDataConfig) and data.pack_length < data.sequence_length:
+    pairs = isinstance(data, schema.PairDataConfig)
+    if isinstance(data, schema.TextDataConfig) and not pairs and data.pack_length < data.sequence_length:
         raise ConfigError(
             f"data.pack_length={data.pack_length} is below data.sequence_length={data.sequence_length}: the longest "
             f"sample would not fit a micro-batch; give {data.sequence_length} or more"
+        )
+    if isinstance(data, schema.PairDataConfig) and data.pack_length < 2 * data.sequence_length:
+        raise ConfigError(
+            f"data.pack_length={data.pack_length} is below 2 x data.sequence_length={data.sequence_length}: a pair has "
+            f"two samples and stays in one micro-batch; give {2 * data.sequence_length} or more"
         )
     if isinstance(data, schema.ScoredPromptDataConfig):
         new = root.generation.sampling.max_new_tokens

@@ -49,8 +49,8 @@ class ModelConfig(Section):
     path: str = MISSING
     tokenizer: str | None = None  # empty: the tokenizer in `path`
     dtype: str = "bfloat16"  # bfloat16 | float32
-    hidden_dropout: float = 0.0
-    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0  # sft and rm only
+    attention_dropout: float = 0.0  # sft and rm only
 
 
 @dataclass
@@ -107,8 +107,8 @@ class OptimizerConfig(Section):
     adam_eps: float = 1e-8
     clip_grad: float = 1.0  # 0: no clipping
     schedule: str = "cosine"  # cosine | linear | constant
-    warmup_steps: int = 0
-    decay_steps: int | None = None  # empty: trainer.max_steps of the first life of the run
+    warmup_steps: int = 0  # optimizer steps; below decay_steps
+    decay_steps: int | None = None  # optimizer steps; empty: those of trainer.max_steps of the first life of the run
     use_distributed_optimizer: bool = True
 
 
@@ -199,7 +199,7 @@ class RewardConfig(FrozenRoleConfig):
 
 @dataclass
 class TextDataConfig(Section):
-    """Training data of SFT and of the reward model: JSONL paths, or ``builtin:<name>``."""
+    """Training data of SFT: JSONL paths, or ``builtin:<name>``."""
 
     train: str = MISSING
     validation: str | None = None
@@ -208,6 +208,14 @@ class TextDataConfig(Section):
     global_batch_size: int = 16  # samples (SFT) or pairs (reward model) an optimizer step, over all ranks
     too_long: str = "drop"  # drop | truncate: what happens to samples over sequence_length (counted, reported)
     filter: str | None = None  # path/to/file.py:name, called with the raw row (a dict); False drops the row
+
+
+@dataclass
+class PairDataConfig(TextDataConfig):
+    """Training data of the reward model: preference pairs."""
+
+    sequence_length: int = 1024  # longest side of a pair (prompt and response) in tokens
+    pack_length: int = 2048  # tokens of one micro-batch (several pairs packed); at least 2 x sequence_length
 
 
 @dataclass
@@ -246,7 +254,7 @@ class KLConfig(Section):
     controller: str = "fixed"  # fixed | adaptive
     coef: float = 0.05
     target: float = 6.0  # adaptive only: wanted KL a response, in nats
-    horizon: int = 10000  # adaptive only: samples
+    horizon: int = 10000  # adaptive only: samples; above 0.2 x the samples of a step
 
 
 @dataclass
@@ -306,7 +314,7 @@ class RMRoot(Section):
     run: RunConfig = field(default_factory=RunConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    data: TextDataConfig = field(default_factory=TextDataConfig)
+    data: PairDataConfig = field(default_factory=PairDataConfig)
     reward: TrainedRewardConfig = field(default_factory=TrainedRewardConfig)
 
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from launchers.local import launch
+from aligner.cli import exit_codes
+from aligner.errors import RankFailure
+from launchers.local import BUG, RANK_FAILURE, _explain, launch
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = "tests.distributed.rank_program"
@@ -56,6 +58,25 @@ def test_a_killed_rank_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str
     code, stderr, _ = run_case("killed_1", tmp_path / "run", capfd)
     assert code == 128 + 9
     assert "error: rank 1 was killed by SIGKILL; the machine may have run out of memory" in stderr
+
+
+def test_a_traceback_of_an_earlier_life_is_not_shown_for_this_failure(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    markers = [tmp_path / "run" / "errors" / f"rank_{rank}.txt" for rank in range(3)]
+    markers[0].parent.mkdir(parents=True)
+    for marker in markers:
+        marker.write_text("old")
+    assert _explain({0: 3, 1: 8}, tmp_path / "run") == 3
+    assert "traceback" not in capfd.readouterr().err
+    code, stderr, _ = run_case("bug_on_1", tmp_path / "run", capfd)
+    assert code == 70, stderr
+    assert [marker.is_file() for marker in markers] == [False, True, False]
+    assert "something nobody thought of" in markers[1].read_text()
+
+
+def test_exit_codes_are_those_of_the_ranks() -> None:
+    assert (exit_codes.BUG, RankFailure.exit_code) == (BUG, RANK_FAILURE)
 
 
 def test_under_torchrun(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_recipes_pass_the_checks(recipe: str, command: str, monkeypatch: pytest.
     """With hub models in place of what earlier stages leave; large recipes on 64 ranks."""
     monkeypatch.chdir(tmp_path)  # no models/ or runs/ here
     own = {
-        "sft": [TRAIN, "data.validation=null"],
+        "sft": [TRAIN, "data.validation=builtin:demonstrations_validation"],
         "rm": [TRAIN, "data.validation=null", "reward.init_from=null"],
         "ppo": ["reward.init_from=o/rm", "reward.standardize=false", "actor.init_from=null"],
         "generate": ["output=out.jsonl", "actor.init_from=null"],
@@ -89,6 +89,9 @@ def test_recipes_pass_the_checks(recipe: str, command: str, monkeypatch: pytest.
         ("sft", "model.hidden_dropout=1", "below 1"),
         ("sft", "data.too_long=cut", "must be drop or truncate"),
         ("sft", "data.pack_length=512", "data.pack_length=512 is below data.sequence_length=1024"),
+        ("rm", "data.pack_length=2047", "below 2 x data.sequence_length=1024"),
+        ("rm", "data.pack_length=1000", "give 2048 or more"),
+        ("sft", "trainer.val_check_interval=5", "trainer.val_check_interval=5 has no effect without data.validation"),
         ("sft", "actor.placement=0-3", "must be all (nothing else is built yet)"),
         ("ppo", "reference.offload=cpu", "must be none (nothing else is built yet)"),
         ("ppo", "generation.engine=vllm", "must be megatron (nothing else is built yet)"),
@@ -101,11 +104,27 @@ def test_recipes_pass_the_checks(recipe: str, command: str, monkeypatch: pytest.
         ("ppo", "ppo.kl.controller=adaptiv", "must be fixed or adaptive"),
         ("ppo", "ppo.kl.target=3", "has no effect with ppo.kl.controller=fixed"),
         ("ppo", "ppo.kl.coef=-1", "0 or more"),
+        ("ppo", "ppo.kl={controller: adaptive, coef: 0}", "ppo.kl.coef=0.0: ppo.kl.controller=adaptive multiplies"),
+        ("ppo", "ppo.kl={controller: adaptive, horizon: 3}", "0.2 x the 16 samples of a step = 3.2"),
+        ("ppo", "ppo.kl={controller: adaptive, horizon: 3}", "ppo.kl.horizon=3 is not above"),
+        ("ppo", "model.hidden_dropout=0.1", "model.hidden_dropout=0.1: PPO compares"),
+        ("ppo", "actor.model.attention_dropout=0.1", "set actor.model.attention_dropout=0"),
+        ("ppo", "critic.model.hidden_dropout=0.1", "set critic.model.hidden_dropout=0"),
+        ("ppo", "critic.model.path=o/other", "set critic.init_from=o/other"),
+        ("ppo", "critic.model.tokenizer=o/other", "with critic.init_from=reward the tokenizer is that of reward"),
+        ("ppo", "critic.init_from=''", "critic.init_from is empty"),
+        ("ppo", "reward.model.path=o/other", "reward.model.path=o/other has no effect: reward starts from"),
         ("ppo", "ppo.gae_lambda=1.5", "between 0 and 1"),
         ("ppo", "ppo.critic_warmup_steps=100", "the policy never learns in trainer.max_steps=100 steps"),
         ("ppo", "reference.model.hidden_dropout=0.1", "reference is not trained"),
         ("ppo", "data.pack_length=300", "256 + generation.sampling.max_new_tokens 128 = 384"),
         ("generate", "samples_per_prompt=0", "1 or more"),
+        ("generate", "model.hidden_dropout=0.1", "model.hidden_dropout=0.1 has no effect: nothing is trained"),
+        ("generate", "actor.model.attention_dropout=0.1", "actor.model.attention_dropout=0.1 has no effect"),
+        ("evaluate", "model.attention_dropout=0.1", "model.attention_dropout=0.1 has no effect"),
+        ("evaluate", "actor.init_from=o/policy", "actor.init_from=o/policy has no effect: the compared policies"),
+        ("evaluate", "actor.model.path=o/policy", "actor.model.path=o/policy has no effect: the compared policies"),
+        ("evaluate", "reward.model.dtype=float32", "there is no reward model (no reward.init_from)"),
         ("evaluate", "evaluation.confidence=1", "above 0 and below 1"),
         ("evaluate", "evaluation.baseline=ppo", "choose one of base"),
     ],
@@ -140,6 +159,52 @@ def test_rewards(tmp_path: Path) -> None:
     root = compose("ppo", [f"model.path={HUB}", f"reward.function={function}", "critic.init_from=actor"])
     check(root, 1)
     assert "set reward.standardize=false" in refusal("ppo", "reward.standardize=true")
+
+
+def test_a_reward_function_has_no_model(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text("def f(requests):\n    return [0.0 for _ in requests]\n")
+    given = ["reward.init_from=null", f"reward.function={file}:f", "critic.init_from=actor"]
+    message = refusal("ppo", *given, "reward.model.dtype=float32")
+    assert message.startswith("reward.model.dtype=float32 has no effect: there is no reward model (reward.function=")
+    message = refusal("ppo", *given, "reward.parallel.tensor_model_parallel_size=2", world_size=2)
+    assert message.startswith("reward.parallel.tensor_model_parallel_size=2 has no effect")
+
+
+def test_validations_need_prompts() -> None:
+    interval = "trainer.val_check_interval=5"
+    assert "without ppo.validation_prompts" in refusal("ppo", interval, "ppo.validation_prompts=0")
+    assert "without data.validation_prompts" in refusal("ppo", interval, "data.validation_prompts=null")
+    check(compose("rm", [f"model.path={HUB}", TRAIN, interval]), 1)  # validates on its training pairs
+
+
+def test_sft_and_rm_keep_dropout_and_a_critic_of_its_own_its_tokenizer() -> None:
+    for command in ("sft", "rm"):
+        check(compose(command, [f"model.path={HUB}", TRAIN, "model.hidden_dropout=0.1"]), 1)
+    words = [f"model.path={HUB}", f"reward.init_from={HUB}", "reward.standardize=false"]
+    check(compose("ppo", [*words, "critic.init_from=o/critic", "critic.model.tokenizer=o/tokenizer"]), 1)
+
+
+def test_warm_up_against_the_length_of_the_schedule() -> None:
+    message = refusal("sft", "trainer.max_steps=20", "actor.optimizer.warmup_steps=20")
+    assert message.startswith("actor.optimizer.warmup_steps=20, but actor makes 20 optimizer steps")
+    assert "give at most 19, or set actor.optimizer.decay_steps" in message
+    message = refusal("rm", "trainer.max_steps=20", "reward.optimizer.warmup_steps=20")
+    assert message.startswith("reward.optimizer.warmup_steps=20")
+    ppo = ["trainer.max_steps=5", "ppo.critic_warmup_steps=2", "ppo.ppo_epochs=2", "ppo.mini_batch_size=4"]
+    message = refusal("ppo", *ppo, "actor.optimizer.warmup_steps=24")  # (5 - 2) x 2 epochs x 16 / 4
+    assert message.startswith("actor.optimizer.warmup_steps=24") and "give at most 23" in message
+    message = refusal("ppo", *ppo, "critic.optimizer.warmup_steps=40")
+    assert message.startswith("critic.optimizer.warmup_steps=40") and "give at most 39" in message
+    fits = ["actor.optimizer={warmup_steps: 40, decay_steps: 50}", "critic.optimizer.warmup_steps=39"]
+    needed = [f"model.path={HUB}", f"reward.init_from={HUB}", "reward.standardize=false"]
+    check(compose("ppo", [*needed, *ppo, *fits]), 1)
+
+
+def test_the_smallest_adaptive_horizon_passes() -> None:
+    needed = [f"model.path={HUB}", f"reward.init_from={HUB}", "reward.standardize=false"]
+    check(compose("ppo", [*needed, "ppo.kl={controller: adaptive, horizon: 4}"]), 1)  # 0.2 x 16 = 3.2
+    assert "give 4 or more" in refusal("ppo", "ppo.kl={controller: adaptive, horizon: 3}")
 
 
 def test_files_exist(tmp_path: Path) -> None:
