@@ -1,4 +1,4 @@
-"""The same code on one GPU: NCCL, Transformer Engine where it is installed, bfloat16. Skipped where there is no CUDA."""
+"""The same code on one GPU: NCCL, Transformer Engine where installed, bfloat16. Skipped where there is no CUDA."""
 
 from __future__ import annotations
 
