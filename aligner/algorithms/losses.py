@@ -7,8 +7,6 @@ sums of what is reported. A reported mean is its sum over the global count. What
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import torch.nn.functional as F
 
@@ -51,8 +49,7 @@ def ppo_policy_loss(
     ``max(-A r, -A clip(r, 1 - clip_ratio, 1 + clip_ratio)) - entropy_coef * H`` with ``r = exp(new - old log-prob)``.
 
     count: tokens. sums: ``policy_loss`` (without the bonus), ``ratio``, ``clip_fraction`` (tokens on which the clip
-    binds, so they have no gradient), ``approx_kl_k1`` and ``approx_kl_k3`` (KL(old || new), Schulman 2020),
-    ``entropy`` (where given).
+    binds, so they have no gradient), ``approx_kl_k3`` (KL(old || new), Schulman 2020), ``entropy`` (where given).
     """
     if entropy_coef != 0.0 and entropy_T is None:
         raise ValueError(f"entropy_coef is {entropy_coef}, but no entropy was given")
@@ -66,7 +63,6 @@ def ppo_policy_loss(
         "policy_loss": _total(policy_loss),
         "ratio": _total(ratio_T, mask_T),
         "clip_fraction": _total(clipped_T > free_T, mask_T),
-        "approx_kl_k1": _total(-log_ratio_T, mask_T),
         "approx_kl_k3": _total(torch.expm1(log_ratio_T) - log_ratio_T, mask_T),
     }
     if entropy_T is not None:
@@ -88,9 +84,7 @@ def ppo_value_loss(
 
     The clipped form is that of OpenAI baselines' PPO2 (Engstrom et al. 2020, arXiv:2005.12729, section 3).
 
-    count: tokens. sums: ``value_clip_fraction`` (tokens on which the clip binds), ``value``, and what
-    :func:`explained_variance` needs: ``return``, ``return_squared``, ``value_error``, ``value_error_squared``
-    (error = R - V).
+    count: tokens. sums: ``value_clip_fraction`` (tokens on which the clip binds).
     """
     error_T = torch.where(mask_T, returns_T - values_T, torch.zeros_like(values_T))
     squared_T = error_T.square()
@@ -101,26 +95,19 @@ def ppo_value_loss(
         clipped_squared_T = (returns_T - clipped_T).square()
         binds_T = clipped_squared_T > squared_T
         worst_T = torch.maximum(squared_T, clipped_squared_T)
-    sums = {
-        "value_clip_fraction": _total(binds_T, mask_T),
-        "value": _total(values_T, mask_T),
-        "return": _total(returns_T, mask_T),
-        "return_squared": _total(returns_T.double().square(), mask_T),
-        "value_error": _total(error_T, mask_T),
-        "value_error_squared": _total(error_T.double().square(), mask_T),
-    }
+    sums = {"value_clip_fraction": _total(binds_T, mask_T)}
     return LossTerms(0.5 * _masked_sum(worst_T, mask_T), int(mask_T.sum()), sums)
 
 
-def explained_variance(sums: Mapping[str, float], count: float) -> float:
-    """``1 - Var(R - V) / Var(R)`` from reduced sums of :func:`ppo_value_loss`. Returns that do not vary: 0."""
-    if count == 0:
+def explained_variance(values_N: torch.Tensor, returns_N: torch.Tensor) -> float:
+    """``1 - Var(R - V) / Var(R)`` of N tokens. Returns that do not vary beyond rounding, or none: 0."""
+    if not returns_N.numel():
         return 0.0
-    mean_square = sums["return_squared"] / count
-    return_variance = mean_square - (sums["return"] / count) ** 2
-    error_variance = sums["value_error_squared"] / count - (sums["value_error"] / count) ** 2
-    varies = return_variance > 1e-12 * mean_square  # below: rounding of the difference
-    return 1.0 - error_variance / return_variance if varies else 0.0
+    returns_N = returns_N.double()
+    variance = float(returns_N.var(correction=0))
+    if variance <= 1e-12 * float(returns_N.square().mean()):
+        return 0.0
+    return 1.0 - float((returns_N - values_N.double()).var(correction=0)) / variance
 
 
 def _masked_sum(values_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:

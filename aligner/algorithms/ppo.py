@@ -27,7 +27,7 @@ from aligner.rollout.advantages import with_advantages
 from aligner.rollout.batch import RolloutBatch
 from aligner.rollout.collect import collect, reward_requests
 from aligner.rollout.kl_controller import KLController, build_kl_controller
-from aligner.rollout.score import logprobs_of, values_of
+from aligner.rollout.score import logprobs_and_entropy_of, logprobs_of, values_of
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,9 @@ def ppo_step(ppo: PPO, training: TrainingRun, step: int) -> tuple[RolloutBatch, 
     with timers("reward"):
         reward = roles.reward.score(reward_requests(batch, prompts, roles.tokenizer))
     with timers("logprobs"):
-        policy_BT = logprobs_of(roles.actor, batch, temperature=ppo.temperature, pack_length=pack)
+        policy_BT, entropy_BT = logprobs_and_entropy_of(
+            roles.actor, batch, temperature=ppo.temperature, pack_length=pack
+        )
         reference_BT = logprobs_of(roles.reference, batch, temperature=ppo.temperature, pack_length=pack)
     with timers("values"):
         values_BT, bootstrap_B = values_of(roles.critic, batch, pack_length=pack)
@@ -114,25 +116,33 @@ def ppo_step(ppo: PPO, training: TrainingRun, step: int) -> tuple[RolloutBatch, 
         truncation_penalty=config.truncation_penalty,
         whiten_advantages=config.whiten_advantages,
     )
-    metrics = rollout_metrics(batch, reward, kl_coef=ppo.kl.coef)
+    metrics = rollout_metrics(batch, reward, entropy_BT, kl_coef=ppo.kl.coef)
 
     # 4 TRAIN: the critic always, the policy after the critic's warm-up
-    updates = UpdateMetrics()
     with training.dump_on_failure(step, batch.save):
         batch.validate()
-        for rows in mini_batches(len(batch), config.mini_batch_size, config.ppo_epochs, seed, step):
-            mini_batch = batch.select(rows)
-            if mini_batch.train_mask_BT is None or not mini_batch.train_mask_BT.any():
-                continue  # the truncation rule masks every response of the mini-batch
-            with timers("train_critic"):
-                updates.add_critic(update_values(roles.critic, mini_batch, config, pack_length=pack))
-            if step > config.critic_warmup_steps:
-                with timers("train_policy"):
-                    updates.add_policy(
-                        update_policy(roles.actor, mini_batch, config, temperature=ppo.temperature, pack_length=pack)
-                    )
+        updates = _update(ppo, training, batch, step)
     ppo.kl.update(metrics[names.INIT_POLICY_KL], len(batch))
-    return batch, metrics | updates.means()
+    return batch, metrics | updates
+
+
+def _update(ppo: PPO, training: TrainingRun, batch: RolloutBatch, step: int) -> dict[str, float]:
+    """Update critic and policy on shuffled mini-batches of ``batch``. Collective."""
+    config, roles, timers = ppo.config.ppo, ppo.roles, training.timers
+    seed, pack = ppo.config.trainer.seed, ppo.config.data.pack_length
+    updates = UpdateMetrics()
+    for rows in mini_batches(len(batch), config.mini_batch_size, config.ppo_epochs, seed, step):
+        mini_batch = batch.select(rows)
+        if mini_batch.train_mask_BT is None or not mini_batch.train_mask_BT.any():
+            continue  # the truncation rule masks every response of the mini-batch
+        with timers("train_critic"):
+            updates.add_critic(update_values(roles.critic, mini_batch, config, pack_length=pack))
+        if step > config.critic_warmup_steps:
+            with timers("train_policy"):
+                updates.add_policy(
+                    update_policy(roles.actor, mini_batch, config, temperature=ppo.temperature, pack_length=pack)
+                )
+    return updates.means()
 
 
 def build(root: PPORoot, context: RunContext) -> PPO:

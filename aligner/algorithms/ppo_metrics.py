@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from aligner.algorithms.losses import explained_variance
 from aligner.monitoring import metrics as names
 from aligner.monitoring.metrics import MetricSums
 from aligner.rewards.protocol import RewardOutput
@@ -11,9 +12,15 @@ from aligner.rollout.advantages import kl_k1, kl_k3
 from aligner.rollout.batch import RolloutBatch
 
 
-def rollout_metrics(batch: RolloutBatch, reward: RewardOutput, kl_coef: float) -> dict[str, float]:
-    """Metrics of a batch with log-probs, values, scores, advantages and returns in place."""
+def rollout_metrics(
+    batch: RolloutBatch, reward: RewardOutput, entropy_BT: torch.Tensor, kl_coef: float
+) -> dict[str, float]:
+    """Metrics of a batch with log-probs, values, scores, advantages and returns in place.
+
+    ``entropy_BT``: nats, of the policy's distribution from which each token was sampled.
+    """
     return {
+        names.ENTROPY: float(entropy_BT[batch.loss_mask_BT].double().mean()),
         **_reward_metrics(batch, reward, kl_coef),
         **_length_metrics(batch),
         **_value_metrics(batch),
@@ -62,12 +69,12 @@ def _length_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 def _value_metrics(batch: RolloutBatch) -> dict[str, float]:
     """Advantages are those before whitening: returns minus values."""
-    assert batch.values_BT is not None and batch.returns_BT is not None
+    assert batch.values_BT is not None and batch.returns_BT is not None and batch.train_mask_BT is not None
     sums = MetricSums()
     errors_BT = batch.returns_BT - batch.values_BT
     for name, values_BT in (("advantage", errors_BT), ("return", batch.returns_BT), ("value", batch.values_BT)):
         sums.add_values(name, values_BT, batch.train_mask_BT)
-    variance = sums.std("return") ** 2
+    mask_BT = batch.train_mask_BT
     return {
         names.ADVANTAGES_MEAN: sums.mean("advantage"),
         names.ADVANTAGES_STD: sums.std("advantage"),
@@ -75,7 +82,7 @@ def _value_metrics(batch: RolloutBatch) -> dict[str, float]:
         names.RETURNS_STD: sums.std("return"),
         names.VALUES_MEAN: sums.mean("value"),
         names.VALUES_STD: sums.std("value"),
-        names.EXPLAINED_VARIANCE: 1.0 - sums.std("advantage") ** 2 / variance if variance > 0 else 0.0,
+        names.EXPLAINED_VARIANCE: explained_variance(batch.values_BT[mask_BT], batch.returns_BT[mask_BT]),
     }
 
 

@@ -8,6 +8,7 @@ from aligner.distributed.context import RunContext
 from aligner.monitoring import metrics as names
 from aligner.monitoring.metrics import MetricSums
 from aligner.monitoring.samples import step_samples_path, write_samples
+from aligner.monitoring.writing import write_on_first_rank
 from aligner.rollout.advantages import kl_k1
 from aligner.rollout.collect import collect, reward_requests
 from aligner.rollout.score import logprobs_of
@@ -34,20 +35,20 @@ def validate(ppo: PPO, context: RunContext, step: int) -> dict[str, float]:
     policy_BT = logprobs_of(ppo.roles.actor, batch, temperature=ppo.temperature, pack_length=pack)
     reference_BT = logprobs_of(ppo.roles.reference, batch, temperature=ppo.temperature, pack_length=pack)
     kl_B = kl_k1(policy_BT, reference_BT).sum(dim=1)  # both are 0 where the policy wrote nothing
-    if context.rank == 0:
-        rows = (
-            {
-                "prompt": prompt.text,
-                "response": request.response,
-                "step": step,
-                "reward": float(score),
-                "kl": float(kl),
-                "tokens": request.num_tokens,
-                "finish_reason": request.finish_reason,
-            }
-            for prompt, request, score, kl in zip(prompts, requests, scores_B, kl_B, strict=True)
-        )
-        write_samples(step_samples_path(context.run_dir, step), rows)
+    rows = (
+        {
+            "prompt": prompt.text,
+            "response": request.response,
+            "step": step,
+            "reward": float(score),
+            "kl": float(kl),
+            "tokens": request.num_tokens,
+            "finish_reason": request.finish_reason,
+        }
+        for prompt, request, score, kl in zip(prompts, requests, scores_B, kl_B, strict=True)
+    )
+    path = step_samples_path(context.run_dir, step)
+    write_on_first_rank(path, lambda: write_samples(path, rows))
     sums = MetricSums()
     sums.add_values(names.VAL_ROLLOUT_REWARDS_MEAN, scores_B)
     sums.add_values(names.VAL_ROLLOUT_RESPONSE_LENGTH_MEAN, batch.response_lengths_B)

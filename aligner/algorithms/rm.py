@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from aligner.algorithms.losses import bradley_terry_loss
-from aligner.algorithms.run import TrainingRun, save_packs
+from aligner.algorithms.run import TrainingRun, count_tokens, save_packs
 from aligner.checkpoint.stateful import Stateful
 from aligner.config.schema import RMRoot
 from aligner.data.datasets import PreferenceDataset
 from aligner.data.loader import ShardedOrder, rows_of_rank
 from aligner.data.packing import Pack, build_pack, plan_packs
-from aligner.distributed.collectives import all_gather_objects, all_reduce_sums
+from aligner.distributed.collectives import all_gather_objects
 from aligner.distributed.context import RunContext
 from aligner.models.forward import LossTerms, TokenOutput, score_rewards, train_step
 from aligner.models.packs import pack_multiple
@@ -50,7 +50,11 @@ class PackedPairs:
     """This rank's pairs of one global batch. In every pack, segments 2i and 2i+1 are chosen and rejected of a pair."""
 
     packs: list[Pack]
-    num_pairs: int
+    sources: list[str]  # ``file:line`` of each row of the packs: rows 2i and 2i+1 are the sides of one pair
+
+    def save(self, directory: Path) -> None:
+        """For :meth:`TrainingRun.dump_on_failure`."""
+        save_packs(directory, self.packs, self.sources)
 
     def loss(self, output: TokenOutput, micro_batch: int) -> LossTerms:
         """The loss function of ``train_step``."""
@@ -78,7 +82,7 @@ def run(root: RMRoot, context: RunContext) -> None:
             indices = order.next_batch()
             with training.timers("data"):
                 batch = pack_pairs(reward, train, indices, root.data.pack_length)
-            with training.timers("train"), training.dump_on_failure(step, partial(save_packs, batch.packs)):
+            with training.timers("train"), training.dump_on_failure(step, batch.save):
                 result = train_step(reward, batch.packs, batch.loss)
             pairs = result.sums["count"]
             metrics = {
@@ -91,10 +95,8 @@ def run(root: RMRoot, context: RunContext) -> None:
             if training.validation_due(step) or training.save_due(step):
                 with training.timers("validation"):
                     metrics |= validate(reward, held_out, root.data.pack_length, statistics)
-            tokens = all_reduce_sums(
-                {"tokens": float(sum(pack.num_tokens for pack in batch.packs))}, reward.topology.pg.dp
-            )
-            training.finish_step(step, metrics, samples=len(indices), tokens=int(tokens["tokens"]))
+            tokens = count_tokens(batch.packs, reward.topology)
+            training.finish_step(step, metrics, samples=len(indices), tokens=tokens, tokens_in="train")
 
 
 def pack_pairs(model: RoleModel, dataset: PreferenceDataset, indices: Sequence[int], pack_length: int) -> PackedPairs:
@@ -105,7 +107,7 @@ def pack_pairs(model: RoleModel, dataset: PreferenceDataset, indices: Sequence[i
     plans = plan_packs([pair.chosen_ids.numel() + pair.rejected_ids.numel() for pair in pairs], pack_length)
     sides = [[side for pair in plan for side in (2 * pair, 2 * pair + 1)] for plan in plans]
     packs = [build_pack(sequences, rows, pack_multiple(topology)) for rows in sides]
-    return PackedPairs(packs, len(pairs))
+    return PackedPairs(packs, [pair.source for pair in pairs for _ in range(2)])
 
 
 def validate(

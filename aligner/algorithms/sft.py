@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 
 import torch
 
 from aligner.algorithms.losses import sft_loss
-from aligner.algorithms.run import TrainingRun, save_packs
+from aligner.algorithms.run import TrainingRun, count_tokens, save_packs
 from aligner.config.schema import SFTRoot
 from aligner.data.datasets import TextDataset
 from aligner.data.loader import ShardedOrder, rows_of_rank
@@ -34,6 +34,11 @@ class PackedText:
 
     packs: list[Pack]
     loss_masks: list[torch.Tensor]  # bool [T] a pack
+    sources: list[str]  # ``file:line`` of each row of the packs
+
+    def save(self, directory: Path) -> None:
+        """For :meth:`TrainingRun.dump_on_failure`."""
+        save_packs(directory, self.packs, self.sources, self.loss_masks)
 
 
 def run(root: SFTRoot, context: RunContext) -> None:
@@ -50,7 +55,7 @@ def run(root: SFTRoot, context: RunContext) -> None:
             indices = order.next_batch()
             with training.timers("data"):
                 batch = pack_text(actor, train, indices, root.data.pack_length)
-            with training.timers("train"), training.dump_on_failure(step, partial(save_packs, batch.packs)):
+            with training.timers("train"), training.dump_on_failure(step, batch.save):
                 result = train_step(actor, batch.packs, loss_over(batch.loss_masks), masks=batch.loss_masks)
             tokens = result.sums["count"]
             metrics = {
@@ -62,7 +67,8 @@ def run(root: SFTRoot, context: RunContext) -> None:
             if held_out is not None and training.validation_due(step):
                 with training.timers("validation"):
                     metrics[names.VAL_LOSS] = mean_loss(actor, held_out, root.data.pack_length)
-            training.finish_step(step, metrics, samples=len(indices), tokens=int(tokens))
+            all_tokens = count_tokens(batch.packs, actor.topology)
+            training.finish_step(step, metrics, samples=len(indices), tokens=all_tokens, tokens_in="train")
 
 
 def pack_text(actor: RoleModel, dataset: TextDataset, indices: Sequence[int], pack_length: int) -> PackedText:
@@ -76,7 +82,7 @@ def pack_text(actor: RoleModel, dataset: TextDataset, indices: Sequence[int], pa
         for row, start, end in pack.segments:
             mask_T[start:end] = samples[row].loss_mask
         masks.append(mask_T)
-    return PackedText(packs, masks)
+    return PackedText(packs, masks, [sample.source for sample in samples])
 
 
 def loss_over(loss_masks: Sequence[torch.Tensor]) -> Callable[[TokenOutput, int], LossTerms]:

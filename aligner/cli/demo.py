@@ -2,6 +2,8 @@
 
 Every stage is an ordinary ``aligner`` command in a process of its own, shown before it runs, so that each can be
 copied and changed; its settings are ``conf/recipe/demo_*.yaml``. The model is prepared once and reused.
+
+What an earlier demo left in DIR is deleted first, and nothing else: DIR is known by its marker file.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ from rich.console import Console
 from rich.rule import Rule
 
 from aligner.cli.options import OptionParser
-from aligner.errors import AlignerError
+from aligner.errors import AlignerError, CheckpointError, ConfigError
 from aligner.monitoring.logger import read_metrics
 from aligner.monitoring.metrics import VAL_ACCURACY, VAL_MARGIN
 
 SUMMARY_FILE = "summary.json"
+MARKER_FILE = ".aligner-demo"  # in DIR: its stage outputs are a demo's and may be deleted by the next one
 _STAGE_OUTPUTS = (
     "sft",
     "samples",
@@ -60,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         "--dir", type=Path, default=Path("runs/demo"), help="where everything goes (default: runs/demo)"
     )
     parser.add_argument("--devices", type=int, default=1, help="local ranks; with 2 the models are data-parallel")
-    parser.add_argument("overrides", nargs="*", help="Hydra overrides for every training stage (trainer.max_steps=2)")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides for every training stage (trainer.max_steps=4)")
     options = parser.parse_args(list(arguments))
     Demo(options.dir, options.devices, options.overrides).run()
     return 0
@@ -77,13 +80,25 @@ class Demo:
         self.seconds: dict[str, float] = {}
 
     def run(self) -> None:
-        """Run all stages and leave ``summary.json`` and ``report.html``. Raises :class:`StageFailed`."""
+        """Run all stages and leave ``summary.json`` and ``report.html``. Raises :class:`StageFailed`; ConfigError when
+        the directory holds what no demo wrote, CheckpointError when it cannot be written."""
         place = self.directory
+        try:
+            _claim(place)
+        except OSError as error:
+            raise CheckpointError(
+                f"{place} cannot be written ({error.strerror or error}); choose another --dir"
+            ) from error
         model = Path(os.environ.get("ALIGNER_MODELS", "models")) / "smollm2-135m-instruct"
         if not (model / "config.json").is_file():
             self.stage("convert", "convert", "smollm2_135m", str(model))
-        for name in _STAGE_OUTPUTS:
-            _remove(place / name)
+        try:
+            for name in _STAGE_OUTPUTS:
+                _remove(place / name)
+        except OSError as error:
+            raise CheckpointError(
+                f"an earlier demo's files in {place} cannot be deleted ({error}); choose another --dir"
+            ) from error
         self.seconds.clear()
         started = time.perf_counter()
         train, heldout = place / "pairs.jsonl", place / "pairs_heldout.jsonl"
@@ -142,9 +157,23 @@ def _chosen(row: Mapping[str, Any]) -> dict[str, Any]:
     return {field: row[field] for field in _SUMMARY_FIELDS}
 
 
+def _claim(directory: Path) -> None:
+    """Mark ``directory`` as a demo's. ConfigError when it has files of a stage's name and no mark."""
+    marker = directory / MARKER_FILE
+    if not marker.is_file():
+        found = [name for name in _STAGE_OUTPUTS if os.path.lexists(directory / name)]
+        if found:
+            raise ConfigError(
+                f"{directory} holds files that no demo wrote ({', '.join(found)}), and a demo replaces files of these "
+                "names; choose another --dir"
+            )
+    directory.mkdir(parents=True, exist_ok=True)
+    marker.write_text("Written by `aligner demo`: the next demo in this directory replaces the outputs of this one.\n")
+
+
 def _remove(path: Path) -> None:
     """Delete what an earlier demo left at ``path``."""
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
-    elif path.exists():
+    elif os.path.lexists(path):
         path.unlink()

@@ -16,6 +16,7 @@ from aligner.distributed.context import RunContext
 from aligner.evaluation.responses import EvaluatedResponse
 from aligner.evaluation.runner import Comparison, compare
 from aligner.evaluation.sampling import Samples, load_policy, load_prompts, sample
+from aligner.monitoring.writing import write_on_first_rank
 from aligner.phases.roles import load_reward
 from aligner.rewards.rules import get_rule
 from aligner.rollout.advantages import kl_k1
@@ -50,6 +51,7 @@ def run(root: EvaluateRoot, context: RunContext) -> Comparison:
     responses = {
         name: [
             EvaluatedResponse(
+                prompt_index=row,  # one sample a prompt
                 prompt=str(request.messages[-1]["content"]),
                 response=request.response,
                 num_tokens=request.num_tokens,
@@ -72,7 +74,7 @@ def run(root: EvaluateRoot, context: RunContext) -> Comparison:
     )
     if context.rank == 0:
         comparison.print(console)
-        comparison.write(context.run_dir)
+    write_on_first_rank(context.run_dir, lambda: comparison.write(context.run_dir))
     return comparison
 
 
@@ -103,13 +105,19 @@ def _kl_from(
 def _rewards(
     root: EvaluateRoot, samples: Mapping[str, Samples], tokenizers: Mapping[str, Tokenizer]
 ) -> dict[str, list[float]]:
-    """Scores of the reward model or function, where one is configured."""
+    """Scores of the reward model or function, where one is configured: loaded once for all checkpoints of one
+    tokenizer."""
     if not (root.reward.init_from or root.reward.function):
         return {}
+    groups: dict[str, list[str]] = {}
+    for name in samples:
+        groups.setdefault(tokenizers[name].fingerprint(), []).append(name)
     result = {}
-    for name, sampled in samples.items():
-        reward = load_reward(root.reward, tokenizers[name], root.data.pack_length, root.trainer.seed)
-        result[name] = reward.score(sampled.requests).scores_B.tolist()
+    for group in groups.values():
+        reward = load_reward(root.reward, tokenizers[group[0]], root.data.pack_length, root.trainer.seed)
+        for name in group:
+            result[name] = reward.score(samples[name].requests).scores_B.tolist()
+        del reward  # before the next one is loaded
     return result
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,17 +21,18 @@ from aligner.distributed.collectives import on_all_ranks
 from aligner.distributed.context import RunContext
 from aligner.errors import ConfigError
 from aligner.evaluation.sampling import Samples, load_policy, load_prompts, sample
+from aligner.monitoring.writing import write_on_first_rank
 
 
 def run(root: GenerateRoot, context: RunContext) -> None:
     """Sample and write ``output`` (rank 0), under a temporary name first. Collective."""
     output = Path(root.output)
-    on_all_ranks(lambda: _check_output(output, root.overwrite, context.rank))
+    on_all_ranks(lambda: check_output(output, root.overwrite, context.rank))
     policy = load_policy(root)
     prompts = load_prompts(root, root.data.prompts, root.limit, policy.tokenizer, context)
     sampled = sample(root, policy, prompts, root.samples_per_prompt)
+    write_on_first_rank(output, lambda: write_rows(output, rows(prompts, sampled, root.samples_per_prompt)))
     if context.rank == 0:
-        write_rows(output, rows(prompts, sampled, root.samples_per_prompt))
         tokens = int(sampled.batch.response_lengths_B.sum())
         Console(highlight=False).print(
             f"{len(sampled.requests)} responses, {tokens} tokens, to {output}", markup=False, soft_wrap=True
@@ -65,6 +67,20 @@ def write_rows(path: Path, content: Iterator[dict[str, Any]]) -> None:
     os.replace(temporary, path)
 
 
-def _check_output(output: Path, overwrite: bool, rank: int) -> None:
-    if rank == 0 and output.exists() and not overwrite:
+def check_output(output: Path, overwrite: bool, rank: int) -> None:
+    """Find out before sampling whether ``output`` can be written."""
+    if rank != 0:
+        return
+    if output.is_dir():
+        raise ConfigError(f"output={output} is a directory; give a file in it, such as {output / 'samples.jsonl'}")
+    if output.exists() and not overwrite:
         raise ConfigError(f"output={output} exists; choose another file or give overwrite=true")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"output={output} cannot be written: {output.parent}: {error.strerror or error}; choose another folder or "
+            "give write permission"
+        ) from error

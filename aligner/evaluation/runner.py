@@ -60,6 +60,7 @@ class Comparison:
             for name, responses in self.responses.items():
                 values = asdict(responses[index])
                 values["tokens"] = values.pop("num_tokens")
+                del values["prompt_index"]
                 rows.append({"model": name} | {key: value for key, value in values.items() if value is not None})
         return rows
 
@@ -89,7 +90,8 @@ def compare(
     """Compare checkpoints on the same prompts.
 
     ``responses`` maps a checkpoint's name to its responses; position i holds the same prompt for every checkpoint.
-    Several samples of a prompt repeat it; they are averaged before any interval is computed, so the unit is the prompt.
+    Several samples of a prompt share its ``prompt_index``; they are averaged before any interval is computed, so the
+    unit is the prompt.
     ``baseline`` (win rates, differences) and ``kl_from`` (the checkpoint ``kl`` was measured from) default to the
     first. ``judges`` default to ``rule`` and ``reward``, where those scores are there.
 
@@ -122,15 +124,15 @@ def compare(
         rows[name] |= _kl(responses[name], name == kl_from, kl_from, measured[name], settings)
         rows[name] |= _differences(responses[name], responses[baseline], measured[name] & measured[baseline], settings)
         rows[name] |= _win_rates(name, baseline, responses, judges, confidence)
-    prompts = len({response.prompt for response in responses[names[0]]})
+    prompts = len({response.prompt_index for response in responses[names[0]]})
     return Comparison(baseline, kl_from, prompts, confidence, rows, responses)
 
 
 def _check_prompts(responses: Responses) -> None:
     names = list(responses)
-    expected = [response.prompt for response in responses[names[0]]]
+    expected = [(response.prompt_index, response.prompt) for response in responses[names[0]]]
     for name in names[1:]:
-        found = [response.prompt for response in responses[name]]
+        found = [(response.prompt_index, response.prompt) for response in responses[name]]
         if len(found) != len(expected):
             raise DataError(
                 f"checkpoint {name!r} has {len(found)} responses and {names[0]!r} has {len(expected)}; "
@@ -139,9 +141,13 @@ def _check_prompts(responses: Responses) -> None:
         for index, (one, other) in enumerate(zip(expected, found, strict=True)):
             if one != other:
                 raise DataError(
-                    f"response {index}: checkpoint {name!r} answers {other[:60]!r} and {names[0]!r} answers "
-                    f"{one[:60]!r}; compare them on the same prompts in the same order"
+                    f"response {index}: checkpoint {name!r} answers {_place(other)} and {names[0]!r} answers "
+                    f"{_place(one)}; compare them on the same prompts in the same order"
                 )
+
+
+def _place(prompt: tuple[int, str]) -> str:
+    return f"prompt {prompt[0]}, {prompt[1][:60]!r}"
 
 
 def _check_measured(name: str, responses: Sequence[EvaluatedResponse]) -> set[str]:
@@ -163,10 +169,10 @@ def _check_measured(name: str, responses: Sequence[EvaluatedResponse]) -> set[st
 
 def _by_prompt(responses: Sequence[EvaluatedResponse], value: str | Callable[[int], float]) -> list[float]:
     """One number a prompt, in order of first appearance: the mean over its samples of a field or of ``value(i)``."""
-    groups: dict[str, list[float]] = {}
+    groups: dict[int, list[float]] = {}
     for index, response in enumerate(responses):
         number = getattr(response, value) if isinstance(value, str) else value(index)
-        groups.setdefault(response.prompt, []).append(float(number))
+        groups.setdefault(response.prompt_index, []).append(float(number))
     return [math.fsum(group) / len(group) for group in groups.values()]
 
 

@@ -168,10 +168,14 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
     "Speed and memory": (
         Chart(
             "Throughput",
-            ((names.TOKENS_PER_SECOND, "whole step"), (names.ROLLOUT_TOKENS_PER_SECOND, "rollout")),
-            "tokens a second",
+            ((names.TOKENS_PER_SECOND, "training"), (names.ROLLOUT_TOKENS_PER_SECOND, "rollout")),
+            "tokens a second; training of PPO: sampled tokens over the whole step",
         ),
-        _one("Peak memory", names.PEAK_MEMORY, "GiB, the largest process"),
+        Chart(
+            "Peak memory",
+            ((names.PEAK_MEMORY, "host"), (names.DEVICE_PEAK_MEMORY, "device")),
+            "GiB, the largest process",
+        ),
         _one("Tokens with loss", names.TRAIN_TOKENS, "in the global batch"),
         _one("Samples consumed", names.CONSUMED_SAMPLES),
     ),

@@ -1,4 +1,4 @@
-"""Metric names, and sums that can be added over micro-batches and ranks before they become means.
+"""Metric names, and sums that are added over the parts of a batch before they become means.
 
 Names follow NeMo-Aligner's groups (``train_rollouts/``, ``train_optim/``, ``val_rollouts/``, ``timers/``) and
 Megatron's words (``loss``, ``grad_norm``, ``lr``). Phase times are ``timers/<phase>`` in seconds.
@@ -8,7 +8,7 @@ Imports without torch; tensors are read through their own methods.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ TRAIN_LR = "train/lr"
 TRAIN_ACCURACY = "train/accuracy"  # reward model: share of pairs with chosen above rejected
 TRAIN_MARGIN = "train/margin"  # reward model: mean of chosen minus rejected score
 TRAIN_TOKENS = "train/tokens"  # tokens with loss in the global batch
-CONSUMED_SAMPLES = "consumed_samples"
+CONSUMED_SAMPLES = "consumed_samples"  # since the first step, earlier lives included; PPO: responses
 VAL_LOSS = "val/loss"
 VAL_ACCURACY = "val/accuracy"
 VAL_MARGIN = "val/margin"
@@ -72,11 +72,16 @@ VAL_ROLLOUT_EOS_RATE = "val_rollouts/eos_rate"
 VAL_ROLLOUT_KL = "val_rollouts/init_policy_kl"
 
 # Speed and memory --------------------------------------------------------------------------------
+# A step is logged before it is saved: its row covers the time since the row before it, and timers/checkpoint is the
+# save of the step before. The last save of a run stands in no row (the progress display says how long it took).
 TIMERS_PREFIX = "timers/"  # timers/<phase>: seconds, the slowest rank
 STEP_TIME = "timers/step"  # the whole step
-TOKENS_PER_SECOND = "throughput/tokens_per_second"  # tokens trained on (sft, rm) or sampled and trained on (ppo)
+# Tokens of all ranks a second. SFT, RM: every token of the packs, with or without loss, over the seconds of the train
+# phase. PPO: sampled tokens over the seconds of the whole step.
+TOKENS_PER_SECOND = "throughput/tokens_per_second"
 ROLLOUT_TOKENS_PER_SECOND = "throughput/rollout_tokens_per_second"  # sampled tokens a second of rollout
 PEAK_MEMORY = "memory/peak_gib"  # highest resident memory of a process since its start, GiB, the largest rank
+DEVICE_PEAK_MEMORY = "memory/device_peak_gib"  # most memory of tensors on a GPU since the start, GiB, the largest rank
 
 
 @dataclass
@@ -92,11 +97,9 @@ class _Cell:
 
 @dataclass
 class MetricSums:
-    """Accumulates metrics as sums with counts: adding two of them is exact, so the order of ranks, micro-batches
-    and mini-batches has no influence beyond rounding.
+    """Accumulates metrics as sums with counts, so how a batch is split into parts has no influence beyond rounding.
 
-    Across ranks: gather the objects of one data-parallel group (each row counted once) and call :meth:`merged`,
-    e.g. ``MetricSums.merged(all_gather_objects(sums, group))``. Values are plain floats (float64).
+    Values are plain floats (float64).
     """
 
     cells: dict[str, _Cell] = field(default_factory=dict)
@@ -150,35 +153,9 @@ class MetricSums:
         cell = self.cells[name]
         return cell.high if cell.count else math.nan
 
-    def count(self, name: str) -> float:
-        """Number of items counted."""
-        return self.cells[name].count
-
     def means(self) -> dict[str, float]:
         """``{name: mean}`` of everything added."""
         return {name: self.mean(name) for name in self.cells}
-
-    def summary(self, name: str) -> dict[str, float]:
-        """``{name_mean, name_std, name_min, name_max}`` of one metric."""
-        return {
-            f"{name}_mean": self.mean(name),
-            f"{name}_std": self.std(name),
-            f"{name}_min": self.low(name),
-            f"{name}_max": self.high(name),
-        }
-
-    @classmethod
-    def merged(cls, parts: Iterable[MetricSums]) -> MetricSums:
-        """The sum of ``parts``, in their order (the same on every rank when the gather is in rank order)."""
-        result = cls()
-        for part in parts:
-            for name, cell in part.cells.items():
-                into = result.cells.setdefault(name, _Cell())
-                into.total += cell.total
-                into.count += cell.count
-                into.squares += cell.squares
-                into.low, into.high = min(into.low, cell.low), max(into.high, cell.high)
-        return result
 
 
 def timer_metrics(seconds: Mapping[str, float]) -> dict[str, float]:

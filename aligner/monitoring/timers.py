@@ -14,12 +14,19 @@ class PhaseTimers:
 
     Time is exclusive: inside a nested phase the outer one stands still, so the phases of a step never count a second
     twice and can be stacked. A phase entered several times adds up. ``on_enter`` is told each phase's name (the
-    progress display shows it). On a GPU the caller synchronises the device at the end of a phase.
+    progress display shows it). ``synchronize`` waits for the device: it is called when a phase begins and when its
+    block is through, so that work which a GPU still does counts where it was asked for.
     """
 
-    def __init__(self, on_enter: Callable[[str], None] | None = None, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self,
+        on_enter: Callable[[str], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        synchronize: Callable[[], None] | None = None,
+    ):
         self._on_enter = on_enter
         self._clock = clock
+        self._synchronize = synchronize or (lambda: None)
         self._seconds: dict[str, float] = {}
         self._open: list[str] = []
         self._since = 0.0
@@ -27,12 +34,14 @@ class PhaseTimers:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Count the time of the ``with`` block as ``phase``, also when it raises."""
+        self._synchronize()
         self._credit()
         self._open.append(phase)
         if self._on_enter is not None:
             self._on_enter(phase)
         try:
             yield
+            self._synchronize()
         finally:
             self._credit()
             self._open.pop()

@@ -1,7 +1,7 @@
 """Transparent rules that score a response from its text, finish reason and token count alone.
 
-They label preference pairs, judge in evaluations and serve as rewards. Deterministic; every part is a number in
-[0, 1], so a score can always be explained.
+They label preference pairs and judge in evaluations. Deterministic; every part is a number in [0, 1], so a score can
+always be explained.
 
 ``concise`` rewards a response that ends by itself, is short but not curt, does not repeat itself and is clean text:
 
@@ -20,13 +20,11 @@ from __future__ import annotations
 
 import difflib
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
-
-import torch
+from collections.abc import Callable, Mapping
 
 from aligner.errors import ConfigError
 from aligner.generation.engine import FINISH_STOP
-from aligner.rewards.protocol import RewardOutput, RewardRequest
+from aligner.rewards.protocol import RewardRequest
 
 CONCISE_WEIGHTS = {"finished": 0.4, "length": 0.3, "distinct": 0.2, "clean": 0.1}
 FULL_LENGTH_FROM = 8  # tokens
@@ -102,18 +100,3 @@ def get_rule(name: str) -> Rule:
         near = difflib.get_close_matches(name, RULES, n=1, cutoff=0.0)[0]
         raise ConfigError(f"there is no rule {name!r}; did you mean {near!r}? Built in: {', '.join(sorted(RULES))}")
     return RULES[name]
-
-
-class RuleReward:
-    """A built-in rule as a :class:`~aligner.rewards.protocol.Reward`; its parts are the metrics."""
-
-    def __init__(self, name: str) -> None:
-        self.rule = get_rule(name)
-
-    def score(self, requests: Sequence[RewardRequest]) -> RewardOutput:
-        rows = [self.rule(request) for request in requests]
-        names = [name for name in (rows[0] if rows else {}) if name != "score"]
-        return RewardOutput(
-            scores_B=torch.tensor([row["score"] for row in rows], dtype=torch.float32),
-            metrics={name: torch.tensor([row[name] for row in rows], dtype=torch.float32) for name in names},
-        )

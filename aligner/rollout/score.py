@@ -43,6 +43,17 @@ def logprobs_of(model: RoleModel, batch: RolloutBatch, *, temperature: float, pa
     return _all_rows(model.topology, share, scored, batch)
 
 
+def logprobs_and_entropy_of(
+    model: RoleModel, batch: RolloutBatch, *, temperature: float, pack_length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`logprobs_of`, the same bits, and [B, T] the entropy in nats of the distribution that each token is of."""
+    share = rows_for_role(model.topology, batch.sequences(), pack_length)
+    masks = per_pack(share, batch.loss_mask_BT)
+    scored = score_logprobs(model, share.packs, temperature=temperature, masks=masks, with_entropy=True)
+    logprobs_BT, entropy_BT = (_all_rows(model.topology, share, one, batch) for one in scored)
+    return logprobs_BT, entropy_BT
+
+
 def values_of(model: RoleModel, batch: RolloutBatch, *, pack_length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """[B, T] value of each token (predicted before it is seen) and [B] value after the last token."""
     share = rows_for_role(model.topology, batch.sequences(), pack_length)

@@ -24,6 +24,7 @@ PPO_METRICS = {
         "init_policy_kl",
         "init_policy_kl_k3",
         "kl_coef",
+        "entropy",
         "response_length_mean",
         "response_length_min",
         "response_length_max",
@@ -81,6 +82,9 @@ def test_every_promised_metric_is_logged(base: Path) -> None:
         ]
         assert not missing
         assert "val_rollouts/rewards_mean" in row
+        assert row["consumed_samples"] == 4 * row["step"]
+        # of the policy that the first update starts from: training sees the same distributions
+        assert 0.0 < row["train_rollouts/entropy"] == pytest.approx(row["train_optim/entropy"], rel=0.05)
     assert list((base / "ppo" / "tensorboard").iterdir())
     assert (base / "ppo" / "samples" / "step_00000002.jsonl").is_file()
     validation = [row for row in metrics(base / "sft") if "val/loss" in row]

@@ -21,7 +21,7 @@ from aligner.rewards.rules import get_rule
 
 
 def response(prompt: str, text: str, tokens: int, finish: str, reward: float, rule: float, kl: float | None = None):
-    return EvaluatedResponse(prompt, text, tokens, finish, reward, rule, kl)
+    return EvaluatedResponse(int(prompt[1:] or 0), prompt, text, tokens, finish, reward, rule, kl)
 
 
 BASE = [
@@ -67,6 +67,15 @@ def test_several_samples_of_a_prompt_are_one_unit() -> None:
         assert twice.rows[name] == once.rows[name] | {"responses": 8}
 
 
+def test_two_conversations_that_end_with_the_same_question_are_two_units() -> None:
+    def same_question(responses: list[EvaluatedResponse]) -> list[EvaluatedResponse]:
+        return [replace(one, prompt="And then?") for one in responses]
+
+    once = compare({"base": BASE, "sft": SFT}, baseline="sft")
+    again = compare({"base": same_question(BASE), "sft": same_question(SFT)}, baseline="sft")
+    assert again.prompts == 4 and again.rows == once.rows
+
+
 def test_scores_that_only_some_checkpoints_have() -> None:
     without = [replace(one, reward=None, kl=None) for one in BASE]
     comparison = compare({"base": without, "sft": SFT})
@@ -80,7 +89,7 @@ def test_scores_that_only_some_checkpoints_have() -> None:
     ("other", "options", "message"),
     [
         (SFT[:3], {}, "has 3 responses and 'base' has 4"),
-        ([SFT[1], SFT[0], *SFT[2:]], {}, "response 0: checkpoint 'sft' answers 'p1'"),
+        ([SFT[1], SFT[0], *SFT[2:]], {}, "response 0: checkpoint 'sft' answers prompt 1, 'p1'"),
         ([replace(SFT[0], reward=None), *SFT[1:]], {}, "'sft': 1 of 4 responses have no reward"),
         ([replace(SFT[0], rule_score=float("nan")), *SFT[1:]], {}, "response 0: rule_score is nan"),
         (SFT, {"baseline": "ppo"}, r"evaluation.baseline is 'ppo', which is none of .*base, sft"),
@@ -147,8 +156,8 @@ def test_the_concise_rule_as_a_judge() -> None:
         messages = ({"role": "user", "content": one.prompt},)
         return rule(RewardRequest(messages, one.response, one.finish_reason, one.num_tokens))["score"]
 
-    finished = EvaluatedResponse("Name a fruit.", "An apple is a fruit that many people like.", 12, "stop")
-    rambling = EvaluatedResponse("Name a fruit.", "Well I think that I think that I think that", 48, "length")
+    finished = EvaluatedResponse(0, "Name a fruit.", "An apple is a fruit that many people like.", 12, "stop")
+    rambling = EvaluatedResponse(0, "Name a fruit.", "Well I think that I think that I think that", 48, "length")
     assert judge_both_ways(ScoreJudge(score), "Name a fruit.", finished, rambling) == 1.0
     assert judge_both_ways(ScoreJudge(score), "Name a fruit.", rambling, finished) == 0.0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +10,6 @@ from aligner.errors import ConfigError
 from aligner.rewards.protocol import RewardRequest
 from aligner.rewards.rules import (
     CONCISE_WEIGHTS,
-    RuleReward,
     clean_score,
     concise,
     distinct_score,
@@ -122,19 +120,6 @@ def test_a_worse_part_never_raises_the_score() -> None:
         request(""),
     ):
         assert concise(worse)["score"] < good
-
-
-def test_rule_reward_keeps_the_parts() -> None:
-    output = RuleReward("concise").score([request("Paris is a city."), request("", "length", 96)])
-    assert output.scores_B.dtype == torch.float32
-    assert output.scores_B.tolist() == [pytest.approx(1.0), 0.0]
-    assert set(output.metrics) == {"non_empty", "finished", "length", "distinct", "clean"}
-    assert output.metrics["finished"].tolist() == [1.0, 0.0]
-
-
-def test_no_requests_no_scores() -> None:
-    output = RuleReward("concise").score([])
-    assert output.scores_B.shape == (0,) and output.metrics == {}
 
 
 def test_unknown_rule_names_the_nearest() -> None:
