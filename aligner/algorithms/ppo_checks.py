@@ -11,9 +11,12 @@ import torch
 
 from aligner.algorithms.ppo_metrics import engine_difference
 from aligner.config.sources import role_source
+from aligner.data.packing import gather_rows
+from aligner.distributed.collectives import all_gather_rows
 from aligner.errors import TrainingError
+from aligner.models.forward import training_logprobs
 from aligner.rollout.batch import RolloutBatch
-from aligner.rollout.score import logprobs_of
+from aligner.rollout.score import per_pack, rows_for_role
 
 if TYPE_CHECKING:
     from aligner.algorithms.ppo import PPO
@@ -27,7 +30,7 @@ def check_first_rollout(ppo: PPO, batch: RolloutBatch) -> None:
     """Raise TrainingError, on all ranks, unless the three identities hold. ``batch`` has its log-probs. Collective.
 
     1. policy and reference log-probs are equal when both start from the same source;
-    2. the ratio is exactly 1 when the same packs are run again before the first update;
+    2. the ratio is exactly 1 when the same packs run through the update's forward pass before the first update;
     3. the engine's log-probs agree with the trainer's.
     """
     _check_reference(ppo, batch)
@@ -51,11 +54,16 @@ def _check_reference(ppo: PPO, batch: RolloutBatch) -> None:
 
 def _check_ratio(ppo: PPO, batch: RolloutBatch) -> None:
     assert batch.policy_logprobs_BT is not None
-    again_BT = logprobs_of(ppo.roles.actor, batch, temperature=ppo.temperature, pack_length=ppo.config.data.pack_length)
+    actor = ppo.roles.actor
+    share = rows_for_role(actor.topology, batch.sequences(), ppo.config.data.pack_length)
+    masks = per_pack(share, batch.loss_mask_BT)
+    scored = training_logprobs(actor, share.packs, temperature=ppo.temperature, masks=masks)
+    again_NT = gather_rows(share.packs, scored, len(share.rows), batch.tokens_BT.shape[1])
+    again_BT = all_gather_rows(share.rows, again_NT, len(batch), actor.topology.pg.dp)
     ratios = torch.exp(again_BT - batch.policy_logprobs_BT)[batch.loss_mask_BT]
     if not bool((ratios == 1.0).all()):
         raise TrainingError(
-            f"self-check: before the first update the ratio must be exactly 1 on a re-run of the same batch; it is "
+            f"self-check: before the first update the ratio must be exactly 1 on the same packs; it is "
             f"between {float(ratios.min()):.8g} and {float(ratios.max()):.8g}. Something random or stateful is in the "
             "forward pass (dropout, a non-deterministic kernel); ppo.self_check=false runs without this check"
         )

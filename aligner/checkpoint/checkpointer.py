@@ -13,7 +13,6 @@ Invariants:
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -84,7 +83,15 @@ class Checkpointer:
             component.load_state_dict(state[name])
         if saved.world_size == platform.world_size() and saved.roles == {r: _entry(m) for r, m in models.items()}:
             set_rng_state(_together(lambda: torch.load(path / _rng_file(), weights_only=True)))
+        _tell_differences(saved, path)
         return saved.step
+
+
+def _tell_differences(saved: manifest.Manifest, path: Path) -> None:
+    """One line on rank 0 when this process computes other bits than the one that wrote ``path``."""
+    changed = manifest.changed_since(saved.fingerprint)
+    if changed and platform.rank() == 0:
+        print(f"{path.name}: continued, but not bit for bit, because of {changed}", flush=True)
 
 
 def load_weights(path: Path, role: str, model: RoleModel, *, strict: bool = True) -> list[str]:
@@ -121,12 +128,19 @@ def read_extra(path: Path, name: str) -> dict[str, Any]:
 
 
 def newest_complete(directory: Path) -> Path | None:
-    """The complete checkpoint with the highest step in ``directory``; incomplete ones are passed over. Local."""
+    """The complete checkpoint with the highest step in ``directory``. Local.
+
+    One that a power cut or a full disk damaged is passed over with a printed line; nothing is deleted.
+    """
     if not directory.is_dir():
         return None
     for path in sorted(directory.glob("step_*"), reverse=True):
-        if (path / manifest.FILE).is_file():
+        if not (path / manifest.FILE).is_file():
+            continue
+        damage = manifest.damage(path)
+        if not damage:
             return path
+        print(f"passed over the damaged checkpoint {path}: {damage}", flush=True)
     return None
 
 
@@ -239,11 +253,7 @@ def _finish(temporary: Path, final: Path, step: int, entries: dict[str, manifest
         shutil.rmtree(outdated)
     else:
         temporary.rename(final)
-    handle = os.open(final.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)  # the rename itself survives a power cut
-    finally:
-        os.close(handle)
+    manifest.sync(final.parent)  # the rename itself survives a power cut
 
 
 def _json_state(stateful: Mapping[str, Stateful]) -> str:

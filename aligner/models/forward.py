@@ -91,6 +91,25 @@ def score_logprobs(
     return (columns[0], columns[1]) if with_entropy else columns[0]
 
 
+def training_logprobs(
+    model: RoleModel,
+    packs: Sequence[Pack],
+    *,
+    temperature: float = 1.0,
+    masks: Sequence[torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """What :func:`train_step` computes log-probs with, without its backward pass; results as of :func:`score_logprobs`.
+
+    Training mode, with gradients and entropy. No weight, gradient or optimizer state is touched.
+    """
+    _require(model, LM)
+    if not model.trainable:
+        raise ValueError(f"{model.name} is frozen: it has no training pass")
+    return _score(model, packs, _stage_inputs(model, packs, masks, temperature, True), ("logprobs_T",), training=True)[
+        0
+    ]
+
+
 def score_values(model: RoleModel, packs: Sequence[Pack]) -> list[torch.Tensor]:
     """A critic's token-aligned values: fp32 CPU tensors [T] a pack, on every rank of the replica."""
     _require(model, SCALAR)
@@ -299,19 +318,24 @@ def _global_sums(model: RoleModel, collected: list[dict[str, torch.Tensor]]) -> 
 
 
 @contextmanager
-def _scoring(model: RoleModel) -> Iterator[None]:
-    """Evaluation mode without gradients; the training mode comes back."""
-    chunk, training = model.chunks[0], model.chunks[0].training
-    chunk.eval()
+def _mode(model: RoleModel, training: bool) -> Iterator[None]:
+    """Training mode with gradients, or evaluation mode without; the mode of before comes back."""
+    chunk, before = model.chunks[0], model.chunks[0].training
+    chunk.train(training)
     try:
-        with torch.no_grad():
+        with torch.set_grad_enabled(training):
             yield
     finally:
-        chunk.train(training)
+        chunk.train(before)
 
 
 def _score(
-    model: RoleModel, packs: Sequence[Pack], inputs: list[StageInput], kinds: tuple[str, ...]
+    model: RoleModel,
+    packs: Sequence[Pack],
+    inputs: list[StageInput],
+    kinds: tuple[str, ...],
+    *,
+    training: bool = False,
 ) -> list[list[torch.Tensor]]:
     """For each of ``kinds`` (fields of :class:`TokenOutput`) one fp32 CPU tensor [T] a pack."""
     if not inputs:
@@ -319,9 +343,9 @@ def _score(
 
     def finish(batch: StageInput, index: int, output: StageOutput, non_loss_data: bool) -> torch.Tensor:
         aligned = _align(output, batch)
-        return torch.stack([getattr(aligned, kind)[: packs[index].tokens_T.numel()] for kind in kinds])
+        return torch.stack([getattr(aligned, kind).detach()[: packs[index].tokens_T.numel()] for kind in kinds])
 
-    with _scoring(model):
+    with _mode(model, training):
         collected = _run_schedule(model, inputs, finish, forward_only=True, collect_non_loss_data=True)
     topology, lengths = model.topology, [pack.tokens_T.numel() for pack in packs]
     if topology.is_last_stage:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 
+from aligner.checkpoint import manifest
 from aligner.checkpoint.checkpointer import Checkpointer, load_weights, newest_complete, read_extra
 from aligner.config.hf_config import Architecture
 from aligner.config.schema import OptimizerConfig
@@ -386,3 +387,38 @@ def _damage(checkpointer: Checkpointer, path: Path, models: dict[str, RoleModel]
 def test_failures_reach_every_rank_and_leave_no_checkpoint(tmp_path: Path) -> None:
     run_ranks(2, _failures, str(tmp_path))
     assert newest_complete(tmp_path / "nothing") is None
+
+
+def _checkpoint(directory: Path, step: int) -> Path:
+    path = directory / f"step_{step:08d}"
+    (path / "actor").mkdir(parents=True)
+    (path / "actor" / "__0_0.distcp").write_bytes(bytes(100 + step))
+    (path / "state.json").write_text("{}")
+    manifest.write(path, step, 1, {})
+    return path
+
+
+def test_the_newest_sound_checkpoint_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [_checkpoint(tmp_path, step) for step in (1, 2, 3, 4)]
+    assert newest_complete(tmp_path) == paths[3] and capsys.readouterr().out == ""
+    (paths[3] / "actor" / "__0_0.distcp").write_bytes(b"")
+    (paths[2] / "state.json").unlink()
+    (paths[1] / manifest.FILE).write_text("")
+    assert newest_complete(tmp_path) == paths[0]
+    lines = capsys.readouterr().out.splitlines()
+    for line, path, reason in zip(
+        lines,
+        paths[:0:-1],
+        ("'actor/__0_0.distcp' has 0 bytes instead of 104", "'state.json' is missing", "manifest.json cannot be read"),
+        strict=True,
+    ):
+        assert line.startswith(f"passed over the damaged checkpoint {path}: ") and reason in line
+    assert all(path.is_dir() for path in paths)
+
+
+def test_what_changed_since_the_checkpoint_is_named() -> None:
+    saved = manifest.fingerprint()
+    assert manifest.changed_since(saved) == ""
+    changed = saved | {"threads": "77", "torch": "1.0"}
+    assert manifest.changed_since(changed) == f"torch 1.0 -> {saved['torch']}, threads 77 -> {saved['threads']}"
+    assert manifest.changed_since(changed | {"device": "quantum"}).endswith("device quantum -> cpu")

@@ -19,7 +19,14 @@ from aligner.distributed import platform
 from aligner.distributed.topology import Degrees, Topology, build_topology, seed_everything
 from aligner.errors import TrainingError
 from aligner.models.build import build_model
-from aligner.models.forward import LossTerms, TokenOutput, compute_gradients, score_logprobs, train_step
+from aligner.models.forward import (
+    LossTerms,
+    TokenOutput,
+    compute_gradients,
+    score_logprobs,
+    train_step,
+    training_logprobs,
+)
 from aligner.models.role_model import RoleModel
 from aligner.weights.convert import load_hf
 from tests.distributed.families import Reference, reference, write_model
@@ -50,6 +57,8 @@ def check_steps(references: Path) -> None:
         for distributed in (True, False):
             check_bad_steps_move_nothing(ref, topology, distributed)
         check_bfloat16(ref, topology)
+        for dtype in (torch.float32, torch.bfloat16):
+            check_scoring_is_training(ref, topology, dtype)
         check_dropout(ref, topology)
 
 
@@ -98,6 +107,34 @@ def check_bad_steps_move_nothing(ref: Reference, topology: Topology, distributed
     assert not result.skipped and result.sums["packs"] == len(packs) * topology.dp
     assert model.scheduler.num_steps == 1
     assert any(not torch.equal(parameter, before[name]) for name, parameter in model.parameters())
+
+
+def check_scoring_is_training(ref: Reference, topology: Topology, dtype: torch.dtype) -> None:
+    """Scoring gives the bits that training computes on the same packs, so a first PPO ratio is exactly 1."""
+    model = build(ref, topology, dtype=dtype)
+    packs = pack_sequences(ref.sequences, 64, topology.tp)
+    before = {name: parameter.detach().clone() for name, parameter in model.parameters()}
+    scored = score_logprobs(model, packs)
+    with_entropy, entropies = score_logprobs(model, packs, with_entropy=True)
+    again = training_logprobs(model, packs)
+    for name, parameter in model.parameters():
+        assert parameter.grad is None and torch.equal(parameter, before[name]), name
+    for entropy in (False, True):
+        seen: dict[int, TokenOutput] = {}
+
+        def loss(output: TokenOutput, index: int, seen: dict[int, TokenOutput] = seen) -> LossTerms:
+            assert output.logprobs_T is not None
+            seen[index] = output
+            return LossTerms(-output.logprobs_T.sum(), packs[index].num_tokens)
+
+        compute_gradients(model, packs, loss, with_entropy=entropy)
+        assert sorted(seen) == (list(range(len(packs))) if topology.is_last_stage else [])
+        for index, output in seen.items():
+            assert output.logprobs_T is not None
+            for found in (scored, with_entropy, again):
+                assert torch.equal(output.logprobs_T.detach(), found[index]), (entropy, index)
+            if entropy:
+                assert output.entropy_T is not None and torch.equal(output.entropy_T.detach(), entropies[index])
 
 
 def check_bfloat16(ref: Reference, topology: Topology) -> None:
