@@ -385,4 +385,6 @@ def test_a_truncated_answer_has_no_end_of_turn(tokenizer_of: GetTokenizer, write
     assert cut.chosen_ids.tolist() == whole.chosen_ids.tolist()
     assert "rejected_truncated" not in cut.metadata
     with pytest.raises(DataError, match="rejected_truncated"):
-        PreferenceDataset(str(write_rows({**row, "rejected_truncated": "yes"}, name="bad.jsonl")), tokenizer, 64).check()
+        PreferenceDataset(
+            str(write_rows({**row, "rejected_truncated": "yes"}, name="bad.jsonl")), tokenizer, 64
+        ).check()
