@@ -86,11 +86,9 @@ def plan_segments(bounds: Sequence[int], device: torch.device) -> SegmentPlan:
 class SdpaAttention(torch.nn.Module):
     """Causal grouped-query attention within segments; Megatron's ``core_attention`` interface for packed input.
 
-    ``trained`` (:func:`mark_trained`): the kernel is that of training in every pass, so that scoring a pack and
-    training on it give the same bits. A frozen model takes the kernel that is fastest forward.
+    In bfloat16 on a CPU it computes in float32, in every pass and for every role: scoring a pack and training on it,
+    policy and reference of equal weights give the same bits.
     """
-
-    trained = False
 
     def __init__(
         self,
@@ -136,7 +134,7 @@ class SdpaAttention(torch.nn.Module):
         dropout = self.dropout if self.training else 0.0
         grouped = q.size(1) != k.size(1)
         dtype = q.dtype
-        if dtype == torch.bfloat16 and self.trained and q.device.type == "cpu":
+        if dtype == torch.bfloat16 and q.device.type == "cpu":
             q, k, v = q.float(), k.float(), v.float()  # the CPU kernel's backward is four times slower in bf16
         if dropout:
             with get_cuda_rng_tracker().fork():
@@ -144,13 +142,6 @@ class SdpaAttention(torch.nn.Module):
         else:
             out = F.scaled_dot_product_attention(q, k, v, None, 0.0, True, scale=self.scale, enable_gqa=grouped)
         return out.to(dtype).transpose(1, 2)
-
-
-def mark_trained(module: torch.nn.Module) -> None:
-    """Say that ``module`` belongs to a role that is trained; see :class:`SdpaAttention`."""
-    for part in module.modules():
-        if isinstance(part, SdpaAttention):
-            part.trained = True
 
 
 class PackedSelfAttention(SelfAttention):

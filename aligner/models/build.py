@@ -14,7 +14,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from aligner.config.hf_config import Architecture, check_layout
 from aligner.config.schema import OptimizerConfig
 from aligner.distributed.topology import Topology
-from aligner.models.attention import mark_trained
 from aligner.models.data_parallel import RoleDataParallel
 from aligner.models.optimizer import build_optimizer, build_scheduler
 from aligner.models.role_model import RoleModel
@@ -103,7 +102,6 @@ def build_model(
         module.requires_grad_(False)
         module.eval()
         return model
-    mark_trained(module)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=optimizer.use_distributed_optimizer
     )

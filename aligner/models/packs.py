@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,10 +10,12 @@ import torch
 from aligner.data.packing import Pack, pack_sequences
 from aligner.distributed.topology import Topology
 
+ALIGNMENT = 32  # tokens; few different lengths mean few kernels to prepare and little memory fragmentation
+
 
 def pack_multiple(topology: Topology) -> int:
-    """Sequence parallelism splits a pack evenly over the tensor-parallel ranks."""
-    return topology.degrees.tp if topology.degrees.sequence_parallel else 1
+    """What a pack's length is a multiple of: sequence parallelism splits it evenly over the tensor-parallel ranks."""
+    return math.lcm(ALIGNMENT, topology.degrees.tp if topology.degrees.sequence_parallel else 1)
 
 
 def pack_for(topology: Topology, sequences: Sequence[torch.Tensor], pack_length: int) -> list[Pack]:
