@@ -17,6 +17,7 @@ from pathlib import Path
 
 SHUTDOWN_TIMEOUT_S = 10  # from SIGTERM to SIGKILL for the other ranks when one has failed
 RANK_FAILURE = 8  # exit code of a rank that stops because of another's error
+LAUNCHER_PID = "ALIGNER_LAUNCHER_PID"  # environment variable: ranks end when this process does
 BUG = 70  # exit code of a rank that has left its traceback in the run directory
 
 
@@ -80,15 +81,17 @@ def _explain(exit_codes: Mapping[int, int], run_dir: Path) -> int:
 
 @contextmanager
 def _environment(threads: int) -> Iterator[None]:
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = str(threads)
+    values = {"OMP_NUM_THREADS": str(threads), LAUNCHER_PID: str(os.getpid())}
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextmanager

@@ -28,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AlignerError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+        print(f"error: {error.filename}: {error.strerror}; choose another path", file=sys.stderr)
+        return ConfigError.exit_code
     except BrokenPipeError:  # `aligner ppo --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -9,7 +9,9 @@ others, which may be inside a collective.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -23,10 +25,14 @@ from aligner.cli.launch import default_run_dir
 from aligner.config.compose import to_yaml
 from aligner.config.schema import ROOTS
 from aligner.config.section import Section
+from aligner.config.sources import MODEL_DIRECTORY
 from aligner.distributed import platform
 from aligner.distributed.collectives import agree, broadcast_object
 from aligner.distributed.context import RunContext
 from aligner.errors import AlignerError, ConfigError, RankFailure
+from aligner.monitoring.logger import METRICS_FILE, TENSORBOARD_DIR
+from aligner.phases.sources import SOURCES_FILE
+from launchers.local import LAUNCHER_PID
 
 CONFIG_FILE = "config.yaml"
 ERRORS_DIRECTORY = "errors"
@@ -34,6 +40,7 @@ ERRORS_DIRECTORY = "errors"
 # then ends the others; ranks that only stop because of another's error wait for that rank to speak.
 _OTHER_RANK_DELAY_S = 1.0
 _FOLLOWER_DELAY_S = 3.0
+_PARENT_POLL_S = 1.0
 
 
 def run_rank(root: Any, body: Callable[[Any, RunContext], None]) -> int:
@@ -42,12 +49,17 @@ def run_rank(root: Any, body: Callable[[Any, RunContext], None]) -> int:
     With several ranks a failing one does not return: it leaves the process.
     """
     context: RunContext | None = None
+    given = Path(root.run.dir) if root.run.dir else None
+    is_new = given is None or not given.exists()
+    end_with_launcher()
     try:
         context = start_rank(root)
         body(root, context)
     except KeyboardInterrupt:
         code = exit_codes.INTERRUPTED
     except AlignerError as error:
+        if is_new and platform.rank() == 0:
+            remove_unstarted(context.run_dir if context else given)
         code = _report_error(error)
     except Exception as error:
         if _is_lost_peer(error):
@@ -104,6 +116,31 @@ def write_config(run_dir: Path, command: str, root: Section) -> None:
     partial = path.with_suffix(".yaml.tmp")
     partial.write_text(to_yaml(command, root), encoding="utf-8")
     partial.replace(path)
+
+
+def remove_unstarted(run_dir: Path | None) -> None:
+    """Remove a run directory that this process made and in which nothing was trained, sampled or kept."""
+    if run_dir is None or not (run_dir / CONFIG_FILE).is_file():
+        return
+    metrics = run_dir / METRICS_FILE
+    kept = {path.name for path in run_dir.iterdir()} - {CONFIG_FILE, SOURCES_FILE, MODEL_DIRECTORY}
+    if not kept or (kept <= {METRICS_FILE, TENSORBOARD_DIR} and not metrics.stat().st_size):
+        shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def end_with_launcher() -> None:
+    """Under ``aligner``'s own launcher: leave when it is gone, even by SIGKILL; no rank trains on as an orphan."""
+    launcher = os.environ.get(LAUNCHER_PID, "")
+    if not launcher.isdigit() or os.getppid() != int(launcher):
+        return
+
+    def watch() -> None:
+        while os.getppid() == int(launcher):
+            time.sleep(_PARENT_POLL_S)
+        print("error: the launcher is gone, so its ranks end", file=sys.stderr, flush=True)
+        os._exit(exit_codes.INTERRUPTED)
+
+    threading.Thread(target=watch, daemon=True, name="end-with-launcher").start()
 
 
 def remove_old_tracebacks(run_dir: Path) -> None:

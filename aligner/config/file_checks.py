@@ -42,7 +42,8 @@ def _check_data(key: str, path: str) -> None:
         if not {wanted, f"{wanted}.jsonl", f"{wanted}.json"} & set(names):
             raise DataError(f"{key}={path}: no built-in data set of this name; available: {', '.join(names)}")
     elif not Path(path).expanduser().is_file():
-        raise DataError(f"{key}={path}: no such file; give the path of a .jsonl or .json file, or builtin:<name>")
+        found = "a directory" if Path(path).expanduser().is_dir() else "no such file"
+        raise DataError(f"{key}={path}: {found}; give the path of a .jsonl or .json file, or builtin:<name>")
 
 
 def _check_function(key: str, reference: str) -> None:

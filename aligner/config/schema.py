@@ -178,7 +178,7 @@ class CriticConfig(Section):
     parallel: FollowActorParallelConfig = field(default_factory=FollowActorParallelConfig)
     placement: str = "all"
     offload: str = "none"
-    init_from: str = "reward"
+    init_from: str = "reward"  # reward | actor | a path
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 

@@ -32,7 +32,8 @@ def resolve_data_path(path: str | Path) -> Path:
         if found.is_dir():
             raise DataError(f"{text}: is a directory; give the path of a .jsonl or .json file")
         if not found.is_file():
-            raise DataError(f"{text}: no such file; give the path of a .jsonl or .json file, or builtin:<name>")
+            what = "a directory" if found.is_dir() else "no such file"
+            raise DataError(f"{text}: {what}; give the path of a .jsonl or .json file, or builtin:<name>")
         return found
     name = text.removeprefix(BUILTIN_PREFIX)
     folder = Path(str(resources.files("aligner.data"))) / "builtin"

@@ -93,8 +93,9 @@ class StepProgress:
 
 
 def short_name(name: str) -> str:
-    """A metric's name without its group: ``train_rollouts/rewards_mean`` → ``rewards_mean``."""
-    return name.rsplit("/", 1)[-1]
+    """A metric's name without its group, but with ``val``: ``train/loss`` → ``loss``, ``val/loss`` → ``val_loss``."""
+    group, _, rest = name.rpartition("/")
+    return f"val_{rest}" if group.startswith("val") else rest
 
 
 def format_number(value: float) -> str:

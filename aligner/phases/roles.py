@@ -228,4 +228,5 @@ def _require_same_tokenizer(role: str, found: Tokenizer, policy: Tokenizer) -> N
         raise ConfigError(
             f"{role}: its tokenizer ({found.directory}) is not the policy's ({policy.directory}); {role} reads the "
             f"policy's token ids, so give {role}.init_from a model with the same tokenizer and chat template"
+            + (" (its default is the reward model; critic.init_from=actor starts from the policy)" * (role == "critic"))
         )

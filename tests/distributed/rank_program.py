@@ -19,7 +19,7 @@ from aligner.errors import DataError
 
 
 def body(case: str, context: RunContext) -> None:
-    """``case``: ok | error_on_1 | error_everywhere | bug_on_1 | killed_1."""
+    """``case``: ok | error_on_1 | error_everywhere | bug_on_1 | killed_1 | wait."""
     last = context.rank == context.world_size - 1
     if case == "ok":
         known = all_gather_objects((str(context.run_dir), os.environ.get("OMP_NUM_THREADS")))
@@ -33,6 +33,9 @@ def body(case: str, context: RunContext) -> None:
         if last:
             raise ValueError("something nobody thought of")
         barrier()  # the others wait in a collective that never completes
+    elif case == "wait":
+        (context.run_dir / f"pid_{context.rank}").write_text(str(os.getpid()))
+        time.sleep(300)
     elif case == "killed_1":
         if last:
             os.kill(os.getpid(), signal.SIGKILL)

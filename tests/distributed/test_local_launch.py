@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +90,38 @@ def test_under_torchrun(tmp_path: Path) -> None:
     result = subprocess.run([*command, "error_on_1", "run"], **place, capture_output=True, text=True, timeout=240)
     assert result.returncode != 0
     assert "error: [rank 1] data.jsonl:3: field 'prompt' is missing; add it" in result.stderr
+
+
+def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    call = f"launch({PROGRAM!r}, ['wait', {str(run_dir)!r}], 2, 1, Path())"
+    program = f"from pathlib import Path; from launchers.local import launch; {call}"
+    launcher = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    markers = [run_dir / "pid_0", run_dir / "pid_1"]
+    _wait_for(lambda: all(marker.is_file() and marker.read_text() for marker in markers), seconds=120)
+    launcher.kill()
+    launcher.wait()
+    _wait_for(lambda: not any(_is_alive(int(marker.read_text())) for marker in markers), seconds=30)
+
+
+def test_a_refused_run_leaves_no_run_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nor does it touch one that was there."""
+    assert run_case("error_everywhere", tmp_path / "new", capfd)[0] == 3
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "old").mkdir()
+    assert run_case("error_everywhere", tmp_path / "old", capfd)[0] == 3
+    assert (tmp_path / "old" / "config.yaml").is_file()
+
+
+def _wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.2)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

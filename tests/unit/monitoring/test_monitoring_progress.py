@@ -47,4 +47,5 @@ def test_other_ranks_are_silent(stream: io.StringIO, terminal: bool) -> None:
 
 def test_names_and_numbers() -> None:
     assert short_name("train_optim/clip_fraction") == "clip_fraction"
+    assert short_name("val/accuracy") == short_name("val_rollouts/accuracy") == "val_accuracy"
     assert [format_number(value) for value in (3, 0.00001234, 123456.0)] == ["3", "1.234e-05", "1.235e+05"]
