@@ -58,3 +58,9 @@ class RankFailure(AlignerError):
     """Another rank failed; this rank stops with it. The other rank's marker holds the reason."""
 
     exit_code = 8
+
+
+class RunInUseError(AlignerError):
+    """Another process trains in this run directory. The message names it."""
+
+    exit_code = 9

@@ -25,6 +25,14 @@ class RunConfig(Section):
 
 
 @dataclass
+class ResumableRunConfig(RunConfig):
+    """A run that can be continued in its directory."""
+
+    # Keys whose changed values are meant when a run is resumed; `all`: every one that may change at all.
+    accept_changes: list[str] = field(default_factory=list)
+
+
+@dataclass
 class ProcessesConfig(Section):
     """Seed and local processes: the trainer section of commands that do not train."""
 
@@ -40,6 +48,23 @@ class TrainerConfig(ProcessesConfig):
     max_steps: int = 100
     val_check_interval: int = 0  # steps between validations; 0: only at the end
     save_interval: int = 0  # steps between checkpoints; 0: only at the end
+    max_time: str | None = None  # [D-]HH:MM:SS of wall-clock time: the run saves and stops before it is over
+    stop_grace: float = 600.0  # seconds that local ranks have to save after a stop request, then they are killed
+    max_restarts: int = 0  # how often local ranks are started again after a crash or a hang
+    restart_window: float = 3600.0  # seconds in which max_restarts is counted
+    hang_timeout: float = 1800.0  # seconds without a sign of life in a phase; then the rank counts as hung
+    phase_timeouts: dict[str, float] = field(default_factory=dict)  # hang_timeout of single phases, by timer name
+
+
+@dataclass
+class CheckpointConfig(Section):
+    """How checkpoints are written and which are kept. The resumed one and pinned ones always stay."""
+
+    async_save: bool = True  # write in the background while training goes on
+    keep_last: int | None = None  # newest checkpoints to keep; empty: all
+    keep_every: int = 0  # besides: those of every Nth step; 0: none
+    best_metric: str | None = None  # besides: the best by this metric of metrics.jsonl (a row at a saved step)
+    best_mode: str = "max"  # max | min
 
 
 @dataclass
@@ -131,6 +156,7 @@ class GenerationConfig(Section):
 
     engine: str = "megatron"
     max_batch_size: int = 64  # sequences decoded together on one data-parallel rank
+    poll_interval: int = 16  # decode steps between two looks at stop requests
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
 
@@ -263,6 +289,7 @@ class PPOConfig(Section):
 
     rollout_batch_size: int = 16  # prompts a step, over all ranks
     samples_per_prompt: int = 1
+    rollout_chunk_size: int = 256  # samples sampled together; finished chunks of an interrupted step are kept
     mini_batch_size: int = 16  # samples an optimizer step, over all ranks
     ppo_epochs: int = 1
     clip_ratio: float = 0.2
@@ -288,9 +315,10 @@ class PPOConfig(Section):
 class SFTRoot(Section):
     """``aligner sft``."""
 
-    run: RunConfig = field(default_factory=RunConfig)
+    run: ResumableRunConfig = field(default_factory=ResumableRunConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     data: TextDataConfig = field(default_factory=TextDataConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
 
@@ -311,9 +339,10 @@ class TrainedRewardConfig(Section):
 class RMRoot(Section):
     """``aligner rm``."""
 
-    run: RunConfig = field(default_factory=RunConfig)
+    run: ResumableRunConfig = field(default_factory=ResumableRunConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     data: PairDataConfig = field(default_factory=PairDataConfig)
     reward: TrainedRewardConfig = field(default_factory=TrainedRewardConfig)
 
@@ -322,9 +351,10 @@ class RMRoot(Section):
 class PPORoot(Section):
     """``aligner ppo``."""
 
-    run: RunConfig = field(default_factory=RunConfig)
+    run: ResumableRunConfig = field(default_factory=ResumableRunConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     data: PPODataConfig = field(default_factory=PPODataConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)

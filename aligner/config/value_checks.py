@@ -22,6 +22,7 @@ CHOICES: dict[tuple[type[Section], str], tuple[str, ...]] = {
     (schema.TextDataConfig, "too_long"): ("drop", "truncate"),
     (schema.PromptDataConfig, "too_long"): ("drop", "truncate"),
     (schema.KLConfig, "controller"): ("fixed", "adaptive"),
+    (schema.CheckpointConfig, "best_mode"): ("max", "min"),
     (schema.PPOConfig, "truncation"): ("bootstrap", "penalize", "mask"),
     (schema.FrozenRoleConfig, "placement"): ("all",),
     (schema.PolicyConfig, "placement"): ("all",),
@@ -49,7 +50,12 @@ RANGES: dict[type[Section], dict[str, Rule]] = {
         "max_steps": AT_LEAST_ONE,
         "val_check_interval": NOT_NEGATIVE,
         "save_interval": NOT_NEGATIVE,
+        "stop_grace": POSITIVE,
+        "max_restarts": NOT_NEGATIVE,
+        "restart_window": POSITIVE,
+        "hang_timeout": POSITIVE,
     },
+    schema.CheckpointConfig: {"keep_last": AT_LEAST_ONE, "keep_every": NOT_NEGATIVE},
     schema.ModelConfig: {"hidden_dropout": BELOW_ONE, "attention_dropout": BELOW_ONE},
     schema.RoleModelConfig: {"hidden_dropout": BELOW_ONE, "attention_dropout": BELOW_ONE},
     schema.OptimizerConfig: {
@@ -70,7 +76,7 @@ RANGES: dict[type[Section], dict[str, Rule]] = {
         "max_new_tokens": AT_LEAST_ONE,
         "min_new_tokens": NOT_NEGATIVE,
     },
-    schema.GenerationConfig: {"max_batch_size": AT_LEAST_ONE},
+    schema.GenerationConfig: {"max_batch_size": AT_LEAST_ONE, "poll_interval": AT_LEAST_ONE},
     schema.TextDataConfig: {
         "sequence_length": AT_LEAST_ONE,
         "pack_length": AT_LEAST_ONE,
@@ -82,6 +88,7 @@ RANGES: dict[type[Section], dict[str, Rule]] = {
     schema.PPOConfig: {
         "rollout_batch_size": AT_LEAST_ONE,
         "samples_per_prompt": AT_LEAST_ONE,
+        "rollout_chunk_size": AT_LEAST_ONE,
         "mini_batch_size": AT_LEAST_ONE,
         "ppo_epochs": AT_LEAST_ONE,
         "clip_ratio": POSITIVE,
