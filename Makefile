@@ -54,6 +54,8 @@ lint: venv
 	@$(BIN)/ruff check --quiet --target-version py312 .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/hadolint docker/Dockerfile.*
+	@$(BIN)/shellcheck .ci/run $(wildcard docker/*.sh slurm/*.sh tests/slurm/*.sh)
 
 format: venv
 	@$(BIN)/ruff check --fix .
