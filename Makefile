@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | venv. Everything runs in .venv, which is built from constraints.txt.
+# make demo | test | lint | bench | torture | venv. Everything runs in .venv, which is built from constraints.txt.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,10 +8,11 @@ TORCH := torch==2.13.0+cpu
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 DEMO_DEVICES ?= 1
 PYTEST_ARGS ?=
+TORTURE_ARGS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo test lint format bench
+.PHONY: help venv demo test lint format bench torture
 
 help:
 	@sed -n '1p' Makefile
@@ -63,3 +64,6 @@ format: venv
 
 bench: venv
 	@$(BIN)/python -m tests.benchmarks
+
+torture: venv
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.torture $(TORTURE_ARGS)

@@ -12,6 +12,7 @@ from aligner.algorithms.ppo_checks import check_first_rollout
 from aligner.algorithms.ppo_metrics import rollout_metrics
 from aligner.algorithms.ppo_update import UpdateMetrics, mini_batches, update_policy, update_values
 from aligner.algorithms.ppo_validation import validate
+from aligner.algorithms.rollout_chunks import RolloutChunks
 from aligner.algorithms.run import TrainingRun
 from aligner.checkpoint.stateful import Stateful
 from aligner.config.schema import PPORoot
@@ -22,6 +23,7 @@ from aligner.generation.engine import GenerationEngine, SamplingParams
 from aligner.monitoring import metrics as names
 from aligner.phases.datasets import open_prompts
 from aligner.phases.engine import build_engine, sampling_params
+from aligner.phases.identity import run_identity
 from aligner.phases.roles import PPORoles, load_ppo_roles
 from aligner.rollout.advantages import with_advantages
 from aligner.rollout.batch import RolloutBatch
@@ -54,19 +56,35 @@ def run(root: PPORoot, context: RunContext) -> None:
     ppo = build(root, context)
     models = {"actor": ppo.roles.actor, "critic": ppo.roles.critic}
     stateful: dict[str, Stateful] = {"order": ppo.order, "kl": ppo.kl}
-    shown = (names.REWARDS_MEAN, names.INIT_POLICY_KL, names.RESPONSE_LENGTH_MEAN, names.CLIP_FRACTION)
-    with TrainingRun("ppo", context, root.trainer, models, stateful, shown) as training:
+
+    def validate_policy(step: int) -> dict[str, float]:
+        return validate(ppo, context, step, training.poll)
+
+    with TrainingRun(
+        "ppo",
+        root,
+        context,
+        models,
+        stateful,
+        identity=run_identity(root, context),
+        validate=validate_policy if ppo.validation is not None else None,
+        shown=(names.REWARDS_MEAN, names.INIT_POLICY_KL, names.RESPONSE_LENGTH_MEAN, names.CLIP_FRACTION),
+    ) as training:
+        chunks = RolloutChunks(context, training)
         for step in training.steps():
-            batch, metrics = ppo_step(ppo, training, step)
-            # 5 FINISH
-            if ppo.validation is not None and training.validation_due(step):
-                with training.timers("validation"):
-                    metrics |= validate(ppo, context, step)
+            batch, metrics = ppo_step(ppo, training, chunks, step)
+            # 5 FINISH: validate, log, save; stop when asked to
             training.finish_step(step, metrics, samples=len(batch), tokens=int(batch.response_lengths_B.sum()))
 
 
-def ppo_step(ppo: PPO, training: TrainingRun, step: int) -> tuple[RolloutBatch, dict[str, float]]:
-    """One PPO step: sample, score, estimate advantages, update critic and policy. Collective."""
+def ppo_step(
+    ppo: PPO, training: TrainingRun, chunks: RolloutChunks, step: int
+) -> tuple[RolloutBatch, dict[str, float]]:
+    """One PPO step: sample, score, estimate advantages, update critic and policy. Collective.
+
+    A stop request ends it by raising Stopped before TRAIN; what is sampled is kept (``chunks``). A step whose training
+    has begun is finished.
+    """
     config, roles, timers = ppo.config.ppo, ppo.roles, training.timers
     seed, pack = ppo.config.trainer.seed, ppo.config.data.pack_length
 
@@ -83,17 +101,25 @@ def ppo_step(ppo: PPO, training: TrainingRun, step: int) -> tuple[RolloutBatch, 
             samples_per_prompt=config.samples_per_prompt,
             run_seed=seed,
             step=step,
+            chunk_size=config.rollout_chunk_size,
+            chunks=chunks.of_step(step),
+            poll=training.poll,
+            poll_interval=ppo.config.generation.poll_interval,
         )
         ppo.engine.release()
 
     # 2 SCORE: whole responses by the reward; per-token log-probs by policy and reference; values by the critic
+    training.poll()
     with timers("reward"):
         reward = roles.reward.score(reward_requests(batch, prompts, roles.tokenizer))
+    training.poll()
     with timers("logprobs"):
         policy_BT, entropy_BT = logprobs_and_entropy_of(
             roles.actor, batch, temperature=ppo.temperature, pack_length=pack
         )
+        training.poll()
         reference_BT = logprobs_of(roles.reference, batch, temperature=ppo.temperature, pack_length=pack)
+    training.poll()
     with timers("values"):
         values_BT, bootstrap_B = values_of(roles.critic, batch, pack_length=pack)
     batch = batch.replace(
@@ -119,9 +145,11 @@ def ppo_step(ppo: PPO, training: TrainingRun, step: int) -> tuple[RolloutBatch, 
     metrics = rollout_metrics(batch, reward, entropy_BT, kl_coef=ppo.kl.coef)
 
     # 4 TRAIN: the critic always, the policy after the critic's warm-up
+    training.poll()
     with training.dump_on_failure(step, batch.save):
         batch.validate()
         updates = _update(ppo, training, batch, step)
+    chunks.trained()
     ppo.kl.update(metrics[names.INIT_POLICY_KL], len(batch))
     return batch, metrics | updates
 

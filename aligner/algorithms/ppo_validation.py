@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from aligner.distributed.context import RunContext
@@ -19,19 +20,35 @@ if TYPE_CHECKING:
 STREAM = "validation"
 
 
-def validate(ppo: PPO, context: RunContext, step: int) -> dict[str, float]:
-    """Sample the fixed prompts with the current policy; keep the samples in the run directory. Collective."""
+def validate(ppo: PPO, context: RunContext, step: int, poll: Callable[[], None]) -> dict[str, float]:
+    """Sample the fixed prompts with the current policy; keep the samples in the run directory. Collective.
+
+    ``poll`` is called while sampling and between the models' passes; it may raise Stopped.
+    """
     assert ppo.validation is not None
     count = min(ppo.config.ppo.validation_prompts, len(ppo.validation))
     prompts = [ppo.validation[index] for index in range(count)]
     ppo.engine.resume()
     ppo.engine.publish(version=step)
     topology, seed = ppo.roles.actor.topology, ppo.config.trainer.seed
-    batch = collect(ppo.engine, topology, prompts, ppo.sampling, run_seed=seed, step=0, stream=STREAM)
+    batch = collect(
+        ppo.engine,
+        topology,
+        prompts,
+        ppo.sampling,
+        run_seed=seed,
+        step=0,
+        stream=STREAM,
+        chunk_size=ppo.config.ppo.rollout_chunk_size,
+        poll=poll,
+        poll_interval=ppo.config.generation.poll_interval,
+    )
     ppo.engine.release()
+    poll()
     requests = reward_requests(batch, prompts, ppo.roles.tokenizer)
     scores_B = ppo.roles.reward.score(requests).scores_B
     pack = ppo.config.data.pack_length
+    poll()
     policy_BT = logprobs_of(ppo.roles.actor, batch, temperature=ppo.temperature, pack_length=pack)
     reference_BT = logprobs_of(ppo.roles.reference, batch, temperature=ppo.temperature, pack_length=pack)
     kl_B = kl_k1(policy_BT, reference_BT).sum(dim=1)  # both are 0 where the policy wrote nothing

@@ -7,7 +7,7 @@ held-out data are saved with the checkpoint and standardise scores at PPO time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from aligner.algorithms.losses import bradley_terry_loss
-from aligner.algorithms.run import TrainingRun, count_tokens, save_packs
+from aligner.algorithms.micro_batches import count_tokens, save_packs
+from aligner.algorithms.run import TrainingRun
 from aligner.checkpoint.stateful import Stateful
-from aligner.config.schema import RMRoot
+from aligner.config.schema import PairDataConfig, RMRoot
 from aligner.data.datasets import PreferenceDataset
 from aligner.data.loader import ShardedOrder, rows_of_rank
 from aligner.data.packing import Pack, build_pack, plan_packs
@@ -28,8 +29,11 @@ from aligner.models.packs import pack_multiple
 from aligner.models.role_model import RoleModel
 from aligner.monitoring import metrics as names
 from aligner.phases.datasets import open_pairs
+from aligner.phases.identity import run_identity
 from aligner.phases.roles import load_trained_reward
 from aligner.rewards.standardize import ScoreStatistics
+
+VALIDATION_BATCHES = 16  # global batches of a validation between two looks at stop requests
 
 
 class HeldOutStatistics:
@@ -74,8 +78,21 @@ def run(root: RMRoot, context: RunContext) -> None:
     order = ShardedOrder(len(train), root.data.global_batch_size, root.trainer.seed)
     statistics = HeldOutStatistics()
     stateful: dict[str, Stateful] = {"order": order, "reward_statistics": statistics}
-    shown = (names.TRAIN_LOSS, names.TRAIN_ACCURACY, names.VAL_ACCURACY)
-    with TrainingRun("rm", context, root.trainer, {"reward": reward}, stateful, shown) as training:
+
+    def validate_model(step: int) -> dict[str, float]:
+        return validate(reward, held_out, root.data, statistics, training.poll)
+
+    with TrainingRun(
+        "rm",
+        root,
+        context,
+        {"reward": reward},
+        stateful,
+        identity=run_identity(root, context),
+        validate=validate_model,
+        validates_saves=True,
+        shown=(names.TRAIN_LOSS, names.TRAIN_ACCURACY, names.VAL_ACCURACY),
+    ) as training:
         if held_out is train:
             training.progress.message("data.validation is not set: accuracy and score statistics are of data.train")
         for step in training.steps():
@@ -92,9 +109,6 @@ def run(root: RMRoot, context: RunContext) -> None:
                 names.TRAIN_GRAD_NORM: result.grad_norm,
                 names.TRAIN_LR: result.lr,
             }
-            if training.validation_due(step) or training.save_due(step):
-                with training.timers("validation"):
-                    metrics |= validate(reward, held_out, root.data.pack_length, statistics)
             tokens = count_tokens(batch.packs, reward.topology)
             training.finish_step(step, metrics, samples=len(indices), tokens=tokens, tokens_in="train")
 
@@ -111,12 +125,22 @@ def pack_pairs(model: RoleModel, dataset: PreferenceDataset, indices: Sequence[i
 
 
 def validate(
-    model: RoleModel, dataset: PreferenceDataset, pack_length: int, statistics: HeldOutStatistics
+    model: RoleModel,
+    dataset: PreferenceDataset,
+    config: PairDataConfig,
+    statistics: HeldOutStatistics,
+    poll: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Loss, accuracy and margin on ``dataset``; the moments of its scores go to ``statistics``. Collective."""
-    batch = pack_pairs(model, dataset, range(len(dataset)), pack_length)
-    per_pack = score_rewards(model, batch.packs)
-    mine = torch.cat(list(per_pack)) if per_pack else torch.zeros(0)
+    """Loss, accuracy and margin on ``dataset``; the moments of its scores go to ``statistics``. Collective.
+
+    ``poll`` is called between its batches.
+    """
+    collected = []
+    for start in range(0, len(dataset), VALIDATION_BATCHES * config.global_batch_size):
+        poll()
+        rows = range(start, min(len(dataset), start + VALIDATION_BATCHES * config.global_batch_size))
+        collected += score_rewards(model, pack_pairs(model, dataset, rows, config.pack_length).packs)
+    mine = torch.cat(collected) if collected else torch.zeros(0)
     scores = torch.cat(all_gather_objects(mine, model.topology.pg.dp))
     statistics.scores = ScoreStatistics.of(scores)
     terms = bradley_terry_loss(scores[0::2], scores[1::2])

@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 from aligner.algorithms.losses import sft_loss
-from aligner.algorithms.run import TrainingRun, count_tokens, save_packs
-from aligner.config.schema import SFTRoot
+from aligner.algorithms.micro_batches import count_tokens, save_packs
+from aligner.algorithms.run import TrainingRun
+from aligner.config.schema import SFTRoot, TextDataConfig
 from aligner.data.datasets import TextDataset
 from aligner.data.loader import ShardedOrder, rows_of_rank
 from aligner.data.packing import Pack
@@ -25,7 +26,10 @@ from aligner.models.packs import pack_for
 from aligner.models.role_model import RoleModel
 from aligner.monitoring import metrics as names
 from aligner.phases.datasets import open_texts
+from aligner.phases.identity import run_identity
 from aligner.phases.roles import load_actor
+
+VALIDATION_BATCHES = 16  # global batches of a validation between two looks at stop requests
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,21 @@ def run(root: SFTRoot, context: RunContext) -> None:
     if root.data.validation:
         held_out = open_texts(root.data.validation, tokenizer, root.data, context)
     order = ShardedOrder(len(train), root.data.global_batch_size, root.trainer.seed)
-    shown = (names.TRAIN_LOSS, names.VAL_LOSS, names.TRAIN_GRAD_NORM)
-    with TrainingRun("sft", context, root.trainer, {"actor": actor}, {"order": order}, shown) as training:
+
+    def validate(step: int) -> dict[str, float]:
+        assert held_out is not None
+        return {names.VAL_LOSS: mean_loss(actor, held_out, root.data, training.poll)}
+
+    with TrainingRun(
+        "sft",
+        root,
+        context,
+        {"actor": actor},
+        {"order": order},
+        identity=run_identity(root, context),
+        validate=validate if held_out is not None else None,
+        shown=(names.TRAIN_LOSS, names.VAL_LOSS, names.TRAIN_GRAD_NORM),
+    ) as training:
         for step in training.steps():
             indices = order.next_batch()
             with training.timers("data"):
@@ -64,9 +81,6 @@ def run(root: SFTRoot, context: RunContext) -> None:
                 names.TRAIN_LR: result.lr,
                 names.TRAIN_TOKENS: tokens,
             }
-            if held_out is not None and training.validation_due(step):
-                with training.timers("validation"):
-                    metrics[names.VAL_LOSS] = mean_loss(actor, held_out, root.data.pack_length)
             all_tokens = count_tokens(batch.packs, actor.topology)
             training.finish_step(step, metrics, samples=len(indices), tokens=all_tokens, tokens_in="train")
 
@@ -95,11 +109,19 @@ def loss_over(loss_masks: Sequence[torch.Tensor]) -> Callable[[TokenOutput, int]
     return loss
 
 
-def mean_loss(actor: RoleModel, dataset: TextDataset, pack_length: int) -> float:
-    """Loss a token over all of ``dataset``, in nats. Collective."""
-    batch = pack_text(actor, dataset, range(len(dataset)), pack_length)
-    scored = score_logprobs(actor, batch.packs, masks=batch.loss_masks)
-    terms = [sft_loss(logprobs_T, mask_T) for logprobs_T, mask_T in zip(scored, batch.loss_masks, strict=True)]
-    sums = {"loss": sum(float(term.loss_sum) for term in terms), "count": float(sum(term.count for term in terms))}
+def mean_loss(
+    actor: RoleModel, dataset: TextDataset, config: TextDataConfig, poll: Callable[[], None] = lambda: None
+) -> float:
+    """Loss a token over all of ``dataset``, in nats. ``poll`` is called between its batches. Collective."""
+    sums = {"loss": 0.0, "count": 0.0}
+    for start in range(0, len(dataset), VALIDATION_BATCHES * config.global_batch_size):
+        poll()
+        rows = range(start, min(len(dataset), start + VALIDATION_BATCHES * config.global_batch_size))
+        batch = pack_text(actor, dataset, rows, config.pack_length)
+        scored = score_logprobs(actor, batch.packs, masks=batch.loss_masks)
+        for logprobs_T, mask_T in zip(scored, batch.loss_masks, strict=True):
+            terms = sft_loss(logprobs_T, mask_T)
+            sums["loss"] += float(terms.loss_sum)
+            sums["count"] += float(terms.count)
     total = all_reduce_sums(sums, actor.topology.pg.dp)
     return total["loss"] / total["count"]

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from aligner.cli.help import command_help
 from aligner.config.checks import check
 from aligner.config.compose import compose, compose_unresolved, quote_override
+from aligner.config.schema import ProcessesConfig, TrainerConfig
 from aligner.errors import AlignerError, ConfigError
 
 
@@ -45,16 +46,24 @@ def run_command(command: str, arguments: Sequence[str]) -> int:
     if external is None:
         run_dir = root.run.dir or default_run_dir(command)
         overrides = [*options.overrides, quote_override("run.dir", run_dir)]
-        if root.trainer.devices > 1:
+        supervision = _supervision(root.trainer)
+        if root.trainer.devices > 1 or supervision.get("max_restarts"):
             from launchers.local import launch
 
             words = [command, *overrides, *(f"--config-dir={path}" for path in config_dirs)]
-            return launch("aligner", words, root.trainer.devices, root.trainer.threads, Path(run_dir))
+            return launch("aligner", words, root.trainer.devices, root.trainer.threads, Path(run_dir), **supervision)
         os.environ.setdefault("OMP_NUM_THREADS", str(root.trainer.threads or len(os.sched_getaffinity(0))))
         root = compose(command, overrides, config_dirs)
     from aligner.cli.runtime import run_rank
 
     return run_rank(root, lambda root, context: import_module(f"aligner.cli.{command}").run(root, context))
+
+
+def _supervision(trainer: ProcessesConfig) -> dict[str, Any]:
+    """How the launcher treats ranks that crash or are asked to stop; its defaults for commands that do not train."""
+    if not isinstance(trainer, TrainerConfig):
+        return {}
+    return {name: getattr(trainer, name) for name in ("max_restarts", "restart_window", "stop_grace")}
 
 
 def external_world_size(environ: Mapping[str, str]) -> int | None:

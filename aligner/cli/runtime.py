@@ -3,13 +3,14 @@
 Errors: an :class:`~aligner.errors.AlignerError` becomes one ``error:`` line and its exit code; anything else is a bug,
 whose traceback is printed and kept in ``run_dir/errors/rank_<r>.txt``. A rank that fails while others run leaves at
 once (no clean-up that could wait for peers): the launcher, torchrun, or ``srun --kill-on-bad-exit=1`` then ends the
-others, which may be inside a collective.
+others, which may be inside a collective; where nobody does, their watchdogs see the marker.
+
+A stop request that all ranks agreed on (:class:`~aligner.distributed.stop.Stopped`) ends with codes of its own.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import threading
 import time
@@ -20,22 +21,17 @@ from typing import Any
 
 import torch.distributed
 
+from aligner.algorithms.lives import ask_for_restart
 from aligner.cli import exit_codes
-from aligner.cli.launch import default_run_dir
-from aligner.config.compose import to_yaml
-from aligner.config.schema import ROOTS
-from aligner.config.section import Section
-from aligner.config.sources import MODEL_DIRECTORY
+from aligner.cli.start import start_rank, step_of, tidy_up
 from aligner.distributed import platform
-from aligner.distributed.collectives import agree, broadcast_object
+from aligner.distributed.collectives import barrier
 from aligner.distributed.context import RunContext
-from aligner.errors import AlignerError, ConfigError, RankFailure
-from aligner.monitoring.logger import METRICS_FILE, TENSORBOARD_DIR
-from aligner.phases.sources import SOURCES_FILE
+from aligner.distributed.stop import Stopped, StopSignals
+from aligner.errors import AlignerError, RankFailure
+from aligner.monitoring import lives
 from launchers.local import LAUNCHER_PID
 
-CONFIG_FILE = "config.yaml"
-ERRORS_DIRECTORY = "errors"
 # Seconds before a failing rank leaves, so that an error is told once: the first rank speaks at once, and the launcher
 # then ends the others; ranks that only stop because of another's error wait for that rank to speak.
 _OTHER_RANK_DELAY_S = 1.0
@@ -51,81 +47,69 @@ def run_rank(root: Any, body: Callable[[Any, RunContext], None]) -> int:
     context: RunContext | None = None
     given = Path(root.run.dir) if root.run.dir else None
     is_new = given is None or not given.exists()
+    signals = StopSignals()
+    signals.install()
     end_with_launcher()
+    step, reason = None, "finished"
     try:
-        context = start_rank(root)
+        context = start_rank(root, signals)
         body(root, context)
+    except Stopped as stopped:
+        code = _end_stopped(root, context, stopped)
+        step, reason = stopped.step, stopped.request.reason
     except KeyboardInterrupt:
-        code = exit_codes.INTERRUPTED
+        code, reason = exit_codes.INTERRUPTED, "interrupted"
     except AlignerError as error:
+        reason = f"{type(error).__name__}: {error}"
         if is_new and platform.rank() == 0:
-            remove_unstarted(context.run_dir if context else given)
+            tidy_up(context.run_dir if context else given)
         code = _report_error(error)
     except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
         if _is_lost_peer(error):
             code = _report_error(RankFailure(f"lost its peers in a collective: {str(error).splitlines()[0]}"))
         else:
             code = _report_bug(context.run_dir if context else root.run.dir)
     else:
-        platform.shutdown()
-        return 0
-    if platform.world_size() > 1:
+        code = 0
+    _close(root, context, step, reason, code)
+    agreed = code in (0, exit_codes.STOPPED, exit_codes.STOPPED_RESTART)
+    if platform.world_size() > 1 and not agreed:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+    if agreed:
+        barrier()  # who ends with a code other than 0 takes slower ranks along: all have said what they have to say
     platform.shutdown()
+    signals.uninstall()
     return code
 
 
-def start_rank(root: Any) -> RunContext:
-    """Initialise this rank; agree on ``run.dir`` (rank 0 decides); write ``run_dir/config.yaml``. Collective.
-
-    Tracebacks that an earlier life has left there are removed: those in ``errors/`` are of this life.
-
-    Raises:
-        ConfigError: the run directory cannot be written or belongs to another command.
-    """
-    found = platform.initialize(threads=root.trainer.threads)
-    command = _command_of(root)
-    run_dir = Path(broadcast_object(root.run.dir or default_run_dir(command)))
-    error: Exception | None = None
+def _end_stopped(root: Any, context: RunContext | None, stopped: Stopped) -> int:
+    """Say what was saved; returns the exit code. Collective."""
+    restart = stopped.request.restart and hasattr(root, "checkpoint")
+    if stopped.message is None and context is not None:  # before the first step, or a command that saves nothing
+        step = step_of(context.resume_from)
+        restart = restart and ask_for_restart(context, stopped.request, step)
+        stopped.step = step
+        stopped.message = f"stopped by {stopped.request.reason}; nothing had to be saved"
     if platform.rank() == 0:
-        try:
-            write_config(run_dir, command, root)
-            remove_old_tracebacks(run_dir)
-        except ConfigError as raised:
-            error = raised
-        except OSError as raised:
-            error = ConfigError(f"run.dir={run_dir}: cannot be written ({raised.strerror}); choose another directory")
-    agree(error)
-    return RunContext(run_dir, platform.rank(), platform.world_size(), found)
+        print(stopped.message, file=sys.stderr, flush=True)
+    return exit_codes.STOPPED_RESTART if restart else exit_codes.STOPPED
 
 
-def write_config(run_dir: Path, command: str, root: Section) -> None:
-    """Write ``run_dir/config.yaml`` (the latest life's), after checking that the run is of the same command."""
-    path = run_dir / CONFIG_FILE
-    if path.is_file():
-        with path.open(encoding="utf-8") as file:
-            first = file.readline().strip()
-        if first != f"command: {command}":
-            owner = first.removeprefix("command: ") or "another program"
-            raise ConfigError(
-                f"run.dir={run_dir} holds a run of `{owner}`, not of `{command}`; choose another directory"
-            )
-    run_dir.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".yaml.tmp")
-    partial.write_text(to_yaml(command, root), encoding="utf-8")
-    partial.replace(path)
-
-
-def remove_unstarted(run_dir: Path | None) -> None:
-    """Remove a run directory that this process made and in which nothing was trained, sampled or kept."""
-    if run_dir is None or not (run_dir / CONFIG_FILE).is_file():
+def _close(root: Any, context: RunContext | None, step: int | None, reason: str, code: int) -> None:
+    """End what this life holds: its record (rank 0), the lease, the watchdog. Local."""
+    if context is None:
         return
-    metrics = run_dir / METRICS_FILE
-    kept = {path.name for path in run_dir.iterdir()} - {CONFIG_FILE, SOURCES_FILE, MODEL_DIRECTORY}
-    if not kept or (kept <= {METRICS_FILE, TENSORBOARD_DIR} and not metrics.stat().st_size):
-        shutil.rmtree(run_dir, ignore_errors=True)
+    if context.rank == 0 and hasattr(root, "checkpoint"):
+        if code == 0:
+            step = root.trainer.max_steps
+        try:
+            lives.end_life(context.run_dir, step=step, reason=reason.splitlines()[0], exit_code=code)
+        except OSError as error:
+            print(f"error: {context.run_dir}: {error.strerror}", file=sys.stderr, flush=True)
+    context.held.close()
 
 
 def end_with_launcher() -> None:
@@ -141,16 +125,6 @@ def end_with_launcher() -> None:
         os._exit(exit_codes.INTERRUPTED)
 
     threading.Thread(target=watch, daemon=True, name="end-with-launcher").start()
-
-
-def remove_old_tracebacks(run_dir: Path) -> None:
-    """Remove what ranks of an earlier life of the run have left in ``run_dir/errors``."""
-    for marker in (run_dir / ERRORS_DIRECTORY).glob("rank_*.txt"):
-        marker.unlink()
-
-
-def _command_of(root: Section) -> str:
-    return next(name for name, schema in ROOTS.items() if type(root) is schema)
 
 
 def _report_error(error: AlignerError) -> int:
@@ -176,7 +150,7 @@ def _report_bug(run_dir: Path | str | None) -> int:
     rank = platform.rank()
     print(f"rank {rank} failed unexpectedly (a bug):\n{text}", file=sys.stderr, flush=True)
     if run_dir:
-        marker = Path(run_dir) / ERRORS_DIRECTORY / f"rank_{rank}.txt"
+        marker = Path(run_dir) / lives.ERRORS_DIRECTORY / f"rank_{rank}.txt"
         try:
             marker.parent.mkdir(parents=True, exist_ok=True)
             marker.write_text(text, encoding="utf-8")

@@ -39,13 +39,15 @@ def run(root: EvaluateRoot, context: RunContext) -> Comparison:
         prompts = load_prompts(root, root.data.prompts, config.limit, policy.tokenizer, context)
         if context.rank == 0:
             console.print(f"{name}: {len(prompts)} prompts, {source}", markup=False)
-        samples[name] = sample(root, policy, prompts)
+        samples[name] = sample(root, context, policy, prompts)
         if name != kl_from:
             logprobs[name] = logprobs_of(
                 policy.model, samples[name].batch, temperature=temperature, pack_length=root.data.pack_length
             )
         del policy
+    context.poll()
     kl = _kl_from(root, kl_from, samples, logprobs, tokenizers, temperature)
+    context.poll()
     rewards = _rewards(root, samples, tokenizers)
     rules = _rule_scores(config.rule, samples)
     responses = {

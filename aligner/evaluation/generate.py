@@ -30,7 +30,7 @@ def run(root: GenerateRoot, context: RunContext) -> None:
     on_all_ranks(lambda: check_output(output, root.overwrite, context.rank))
     policy = load_policy(root)
     prompts = load_prompts(root, root.data.prompts, root.limit, policy.tokenizer, context)
-    sampled = sample(root, policy, prompts, root.samples_per_prompt)
+    sampled = sample(root, context, policy, prompts, root.samples_per_prompt)
     write_on_first_rank(output, lambda: write_rows(output, rows(prompts, sampled, root.samples_per_prompt)))
     if context.rank == 0:
         tokens = int(sampled.batch.response_lengths_B.sum())

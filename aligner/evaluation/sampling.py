@@ -62,9 +62,13 @@ def load_prompts(
 
 
 def sample(
-    root: GenerateRoot | EvaluateRoot, policy: Policy, prompts: Sequence[PromptSample], samples_per_prompt: int = 1
+    root: GenerateRoot | EvaluateRoot,
+    context: RunContext,
+    policy: Policy,
+    prompts: Sequence[PromptSample],
+    samples_per_prompt: int = 1,
 ) -> Samples:
-    """Sample responses; the seeds depend on ``trainer.seed`` and the row only. Collective."""
+    """Sample responses; the seeds depend on ``trainer.seed`` and the row only. Raises Stopped. Collective."""
     engine = build_engine(root.generation, root.data.max_prompt_length, policy.model, policy.tokenizer)
     engine.resume()
     engine.publish(version=0)
@@ -77,6 +81,8 @@ def sample(
         run_seed=root.trainer.seed,
         step=0,
         stream="evaluation",
+        poll=context.poll,
+        poll_interval=root.generation.poll_interval,
     )
     engine.release()
     return Samples(batch, reward_requests(batch, prompts, policy.tokenizer))

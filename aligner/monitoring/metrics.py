@@ -80,6 +80,10 @@ STEP_TIME = "timers/step"  # the whole step
 # phase. PPO: sampled tokens over the seconds of the whole step.
 TOKENS_PER_SECOND = "throughput/tokens_per_second"
 ROLLOUT_TOKENS_PER_SECOND = "throughput/rollout_tokens_per_second"  # sampled tokens a second of rollout
+# Of the saves since the row before. A row that has none of them was not touched by a save.
+CHECKPOINT_STALL = "checkpoint/stall_s"  # what a save took from training: blocked, and slower than the steps before
+CHECKPOINT_WRITE = "checkpoint/write_s"  # from the start of the save until it was complete on the disk
+CHECKPOINT_FAILED = "checkpoint/failed"  # 1: a save could not be written
 PEAK_MEMORY = "memory/peak_gib"  # highest resident memory of a process since its start, GiB, the largest rank
 DEVICE_PEAK_MEMORY = "memory/device_peak_gib"  # most memory of tensors on a GPU since the start, GiB, the largest rank
 

@@ -54,6 +54,11 @@ class PhaseTimers:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._since
         self._since = now
 
+    def peek(self) -> dict[str, float]:
+        """Seconds a phase since the last :meth:`take`; goes on counting."""
+        self._credit()
+        return dict(self._seconds)
+
     def take(self) -> dict[str, float]:
         """Seconds a phase since the last call, in the order of first entry; starts again from zero."""
         self._credit()

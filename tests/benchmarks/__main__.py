@@ -1,8 +1,8 @@
 """``make bench``: measures Aligner against plain transformers on SmolLM2-135M-Instruct, side by side in one run.
 
 Prints a table and leaves ``runs/bench/results.json``: rows ``{name, ours, unit, peer, peer_value, ratio, target}``.
-``ratio`` is how many times better ours is (higher is better); ``target`` is what it, or ``ours`` where there is no
-peer, should reach. Both sides take turns on the same prompts, tokens, dtype and threads; figures are medians.
+``ratio`` is ours by the peer's: for rates higher is better, for seconds lower; ``target`` is what it, or ``ours`` where
+there is no peer, should reach. Both sides take turns on the same prompts, tokens, dtype and threads; figures are medians.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path("runs/bench/results.json")
-PARTS = ("generation_bf16", "generation_fp32", "training_bf16", "training_fp32", "ppo")
+PARTS = ("generation_bf16", "generation_fp32", "training_bf16", "training_fp32", "checkpoint", "ppo")
 
 
 def main() -> int:

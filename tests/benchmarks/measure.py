@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -191,6 +192,72 @@ def ppo(model: Path, directory: Path) -> list[dict]:
     return rows
 
 
+def checkpoint(model: Path, directory: Path) -> list[dict]:
+    """What a save of the model with its optimizer takes from training: in the background against waiting for it.
+
+    The sides take turns. The stall is what :meth:`Checkpointer.save` blocks and how much longer the next step takes than
+    steps that no save disturbs.
+    """
+    from aligner.checkpoint.checkpointer import Checkpointer
+    from aligner.config.schema import OptimizerConfig
+    from aligner.models.packs import pack_for
+
+    ours = load_ours(model, torch.bfloat16, OptimizerConfig(lr=1e-6, schedule="constant"))
+    tokens = torch.randint(1000, 40000, (SEQUENCES, SEQUENCE_TOKENS), generator=torch.Generator().manual_seed(0))
+    packs = pack_for(ours.topology, list(tokens), SEQUENCES * SEQUENCE_TOKENS)
+    run_dir = directory / f"checkpoint-{int(time.time())}"
+    savers = {kind: Checkpointer(run_dir / kind, async_save=kind == "async") for kind in ("sync", "async")}
+    for _ in range(2):
+        timed_step(ours, packs)
+    alone, blocked, stalls, writes = [], [], [], []
+    for number in range(1, REPEATS + 2):
+        alone += [timed_step(ours, packs) for _ in range(2)]
+        started = time.perf_counter()
+        savers["sync"].save(number, {"actor": ours}, {})
+        blocked.append(time.perf_counter() - started)
+        alone += [timed_step(ours, packs)]
+        started = time.perf_counter()
+        savers["async"].save(number, {"actor": ours}, {})
+        seconds = time.perf_counter() - started
+        stalls.append(seconds + timed_step(ours, packs) - statistics.median(alone))
+        report = savers["async"].finish()
+        assert report is not None and not report.error
+        writes.append(report.write_s)
+    synchronous, stall = (statistics.median(values[1:]) for values in (blocked, stalls))  # the first is a warm-up
+    shutil.rmtree(run_dir)
+    return [
+        row("checkpoint, stall of an asynchronous save", stall, "s", "synchronous save", synchronous, "<= 0.1"),
+        row("checkpoint, asynchronous write", statistics.median(writes[1:]), "s", None, None, None),
+        *resume(model, directory),
+    ]
+
+
+def timed_step(ours: Any, packs: Any) -> float:
+    from aligner.algorithms.losses import sft_loss
+    from aligner.models.forward import train_step
+
+    masks = [torch.ones(pack.tokens_T.numel(), dtype=torch.bool) for pack in packs]
+    started = time.perf_counter()
+    train_step(ours, packs, lambda output, i: sft_loss(output.logprobs_T, masks[i]), masks=masks)
+    return time.perf_counter() - started
+
+
+def resume(model: Path, directory: Path) -> list[dict]:
+    """From the start of the process that resumes to its first finished step."""
+    run_dir = directory / f"resume-{int(time.time())}"
+    data = directory / "sft.jsonl"
+    data.write_text(
+        "".join(json.dumps({"prompt": f"Question {i}?", "response": f"It is {i}."}) + "\n" for i in range(8))
+    )
+    words = ["sft", f"model.path={model}", f"run.dir={run_dir}", f"data.train={data}", "data.global_batch_size=8"]
+    run_aligner(*words, "trainer.max_steps=1", "actor.optimizer.decay_steps=10")
+    started = time.time()
+    run_aligner(*words, "trainer.max_steps=2", "actor.optimizer.decay_steps=10")
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    shutil.rmtree(run_dir)
+    return [row("resume, process start to first finished step", rows[-1]["time"] - started, "s", None, None, None)]
+
+
 def run_aligner(*words: str) -> None:
     subprocess.run([sys.executable, "-m", "aligner", *words], check=True, stdout=sys.stderr)
 
@@ -198,9 +265,8 @@ def run_aligner(*words: str) -> None:
 if __name__ == "__main__":
     part, model_path, output = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     kind, _, dtype_name = part.partition("_")
-    measured = (
-        ppo(model_path, output)
-        if kind == "ppo"
-        else {"generation": generation, "training": training}[kind](model_path, dtype_name)
-    )
+    output.mkdir(parents=True, exist_ok=True)
+    whole = {"ppo": ppo, "checkpoint": checkpoint}
+    by_dtype = {"generation": generation, "training": training}
+    measured = whole[kind](model_path, output) if kind in whole else by_dtype[kind](model_path, dtype_name)
     print(json.dumps(measured))

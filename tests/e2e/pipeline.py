@@ -89,19 +89,21 @@ def run_command(command: str, words: Sequence[str]) -> None:
 
     import torch.distributed as dist
 
-    from aligner.cli.runtime import start_rank
+    from aligner.cli.start import start_rank
     from aligner.config.checks import check
     from aligner.config.compose import compose
 
     root = compose(command, list(words))
     check(root, dist.get_world_size())
-    importlib.import_module(f"aligner.cli.{command}").run(root, start_rank(root))
+    context = start_rank(root)
+    importlib.import_module(f"aligner.cli.{command}").run(root, context)
+    context.held.close()
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Logged rows without what depends on the clock or the machine."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    volatile = ("timers/", "throughput/", "memory/")
+    volatile = ("timers/", "throughput/", "memory/", "checkpoint/")
     return [{k: v for k, v in row.items() if k != "time" and not k.startswith(volatile)} for row in rows]
 
 

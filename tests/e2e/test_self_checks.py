@@ -24,8 +24,9 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def first_step(words: list[str], fault: str) -> str:
     """The first PPO step with a fault put in; returns the error's message (empty: none)."""
     from aligner.algorithms.ppo import build, ppo_step
+    from aligner.algorithms.rollout_chunks import RolloutChunks
     from aligner.algorithms.run import TrainingRun
-    from aligner.cli.runtime import start_rank
+    from aligner.cli.start import start_rank
     from aligner.config.compose import compose
 
     root = compose("ppo", words)
@@ -50,9 +51,9 @@ def first_step(words: list[str], fault: str) -> str:
         ppo.roles.actor.module.decoder.layers[0].register_forward_hook(
             lambda module, inputs, output: (output[0] + 1e-6 * torch.randn_like(output[0]), *output[1:])
         )
-    with TrainingRun("ppo", context, root.trainer, {}, {}) as training:
+    with TrainingRun("ppo", root, context, {}, {}) as training:
         try:
-            ppo_step(ppo, training, 1)
+            ppo_step(ppo, training, RolloutChunks(context, training), 1)
         except TrainingError as error:
             return str(error)
     return ""

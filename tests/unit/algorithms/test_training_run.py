@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from aligner.algorithms.run import TrainingRun, count_tokens
-from aligner.config.schema import TrainerConfig
+from aligner.algorithms.micro_batches import count_tokens
+from aligner.algorithms.run import TrainingRun
+from aligner.checkpoint.checkpointer import SaveReport
+from aligner.config.schema import CheckpointConfig, ResumableRunConfig, TrainerConfig
 from aligner.data.packing import build_pack
 from aligner.distributed.context import RunContext
 from aligner.distributed.platform import current
@@ -27,7 +30,10 @@ def open_run(run_dir: Path, steps: int = 3) -> TrainingRun:
     import torch.distributed as dist
 
     context = RunContext(run_dir, dist.get_rank(), dist.get_world_size(), current())
-    return TrainingRun("test", context, TrainerConfig(max_steps=steps, save_interval=1), {}, {})
+    root = SimpleNamespace(
+        trainer=TrainerConfig(max_steps=steps, save_interval=1), checkpoint=CheckpointConfig(), run=ResumableRunConfig()
+    )
+    return TrainingRun("test", root, context, {}, {})
 
 
 def finish_steps(run_dir: Path) -> list[int]:
@@ -35,12 +41,12 @@ def finish_steps(run_dir: Path) -> list[int]:
     logged_at_save = []
     with open_run(run_dir) as training:
 
-        def slow_save(step: int, *state: Any) -> Path:
+        def slow_save(step: int, *state: Any, **options: Any) -> SaveReport:
             logged_at_save.append(read_metrics(run_dir / "metrics.jsonl")[-1]["step"])
             time.sleep(SAVING_S)
-            return run_dir / "checkpoints"  # a run without a model has nothing to save
+            return SaveReport(step, run_dir / "checkpoints", SAVING_S, SAVING_S, 0, None)
 
-        training.checkpointer.save = slow_save  # type: ignore[method-assign]
+        training._saver.checkpointer.save = slow_save  # type: ignore[method-assign]
         for step in training.steps():
             with training.timers("train"):
                 time.sleep(0.02)

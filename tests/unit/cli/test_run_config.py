@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from aligner.cli.runtime import write_config
 from aligner.config.compose import compose
+from aligner.config.run_file import check_run_owner, write_run_config
 from aligner.errors import ConfigError
 
 
 def test_written_whole_and_replaced_by_the_next_life(tmp_path: Path) -> None:
     for steps in (5, 10):
         root = compose("sft", ["model.path=m", "data.train=t", f"trainer.max_steps={steps}"])
-        write_config(tmp_path / "run", "sft", root)
+        write_run_config(tmp_path / "run", root)
         values = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
         assert values["command"] == "sft" and values["trainer"]["max_steps"] == steps
         assert values["actor"]["model"]["path"] == "m"
@@ -23,6 +23,8 @@ def test_written_whole_and_replaced_by_the_next_life(tmp_path: Path) -> None:
 
 
 def test_a_run_directory_belongs_to_one_command(tmp_path: Path) -> None:
-    write_config(tmp_path, "sft", compose("sft", ["model.path=m", "data.train=t"]))
+    assert not check_run_owner(tmp_path, "sft")
+    write_run_config(tmp_path, compose("sft", ["model.path=m", "data.train=t"]))
+    assert check_run_owner(tmp_path, "sft")
     with pytest.raises(ConfigError, match="holds a run of `sft`, not of `ppo`"):
-        write_config(tmp_path, "ppo", compose("ppo", ["model.path=m"]))
+        check_run_owner(tmp_path, "ppo")
