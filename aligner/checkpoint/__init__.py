@@ -1,3 +1,4 @@
-"""What a resumable run consists of: saved whole, or not at all; restored bit for bit."""
+"""What a resumable run consists of: saved whole, or not at all; restored bit for bit.
 
-import aligner.distributed  # noqa: F401  (before megatron)
+``manifest``, ``pins``, ``retention`` and ``lease`` import without torch.
+"""

@@ -1,4 +1,9 @@
-"""The manifest of a checkpoint: written last, read first, and all that is trusted before anything is unpickled."""
+"""The manifest of a checkpoint: written last, read first, and all that is trusted before anything is unpickled.
+
+``manifest.json`` (format 2) names what the checkpoint consists of (``components``), the layouts of its roles, what the
+run is (``identity``, made by the caller), the software that wrote it, the metrics of its step, and the size and sha256
+of every other file. Imports without torch.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +12,25 @@ import json
 import os
 import platform as python_platform
 import stat
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from aligner.distributed import platform
 from aligner.errors import CheckpointError
 
 FILE = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+STATE_FILE = "state.json"
+RNG = "rng"  # the component of random states
+
+Entry = tuple[int, str]  # bytes, sha256
 
 
 @dataclass(frozen=True)
 class RoleEntry:
-    """One saved role: its layout, and whether an optimizer was saved with it."""
+    """The layout of one saved role, and whether an optimizer was saved with it."""
 
     tp: int
     pp: int
@@ -33,17 +40,62 @@ class RoleEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """``files``: relative path -> [bytes, sha256]; the hash is kept for files that are unpickled, else empty."""
+    """What ``manifest.json`` says.
+
+    ``components``: name -> ``{"kind": "model" | "optimizer" | "scheduler" | "state" | "rng", ...}``; a model's or
+    optimizer's has ``role``, ``bytes`` and ``tensors`` (name -> [type, shape of the whole tensor]). ``time``: of the
+    save, seconds since the epoch. ``best``: the best step so far by the run's metric, when it has one. ``files``:
+    relative path -> (bytes, sha256).
+    """
 
     step: int
     world_size: int
     roles: dict[str, RoleEntry]
-    fingerprint: dict[str, str]
-    files: dict[str, tuple[int, str]]
+    files: dict[str, Entry]
+    components: dict[str, dict[str, Any]] = field(default_factory=dict)
+    identity: dict[str, Any] = field(default_factory=dict)
+    fingerprint: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    best: dict[str, Any] | None = None
+    time: float = 0.0
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files but the manifest itself."""
+        return sum(size for size, _ in self.files.values())
+
+
+def rng_file(rank: int) -> str:
+    """Where the random states of ``rank`` are."""
+    return f"rng_{rank:05d}.pt"
+
+
+def step_name(step: int) -> str:
+    """``step_00000012``: the directory of a step."""
+    return f"step_{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a directory's name stands for; None for other names."""
+    digits = path.name.removeprefix("step_")
+    return int(digits) if path.name.startswith("step_") and digits.isdecimal() else None
+
+
+def published(directory: Path) -> list[Path]:
+    """The checkpoints in ``directory``, damaged or not, oldest step first. A directory without a manifest is none."""
+    if not directory.is_dir():
+        return []
+    steps = {path: step_of(path) for path in directory.iterdir()}
+    found = [(step, path) for path, step in steps.items() if step is not None and (path / FILE).is_file()]
+    return [path for _, path in sorted(found)]
 
 
 def fingerprint() -> dict[str, str]:
     """What bit equality depends on besides the layout: releases, threads and instruction set."""
+    import torch
+
+    from aligner.distributed import platform
+
     versions = {}
     for name in ("torch", "megatron-core", "numpy", "megatron-aligner"):
         try:
@@ -59,28 +111,90 @@ def fingerprint() -> dict[str, str]:
     }
 
 
-def write(directory: Path, step: int, world_size: int, roles: dict[str, RoleEntry]) -> None:
-    """Describe the finished files of ``directory``, which reach the disk first; nothing is added to it afterwards."""
-    files = {}
-    for path in sorted(directory.rglob("*")):
-        if path.is_file():
-            sync(path)
-            pickled = path.suffix != ".distcp"
-            files[str(path.relative_to(directory))] = [path.stat().st_size, _sha256(path) if pickled else ""]
-        else:
-            sync(path)
+def changed_since(saved: dict[str, str]) -> str:
+    """What differs between the fingerprint ``saved`` and this process's ("threads 4 -> 8, ..."); "" for nothing."""
+    now = fingerprint()
+    names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
+    return ", ".join(f"{name} {saved.get(name, '-')} -> {now.get(name, '-')}" for name in names)
+
+
+# ------------------------------------------------------------------ writing
+
+
+class SummedFile:
+    """A new file that is summed while it is written; use as a context manager. :attr:`entry` is set at its end.
+
+    Its content survives a power cut once the block is left. ``write`` raises OSError; ``error`` keeps the first, for
+    callers whose library turns it into something else.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.entry: Entry = (0, "")
+        self.error: OSError | None = None
+        self._sum = hashlib.sha256()
+        self._size = 0
+        self._stream = open(path, "wb", buffering=1 << 20)  # noqa: SIM115  (closed in __exit__)
+
+    def write(self, data: Any) -> int:
+        """Append bytes (or any buffer)."""
+        size = memoryview(data).nbytes
+        self._sum.update(data)
+        try:
+            self._stream.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        self._size += size
+        return size
+
+    def tell(self) -> int:
+        return self._size
+
+    def flush(self) -> None:
+        """Nothing: the end flushes."""
+
+    def __enter__(self) -> SummedFile:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                self._stream.flush()
+                os.fsync(self._stream.fileno())
+                self.entry = (self._size, self._sum.hexdigest())
+        finally:
+            try:
+                self._stream.close()
+            except OSError:
+                if kind is None:
+                    raise
+
+
+def write_file(path: Path, content: bytes) -> Entry:
+    """Write a whole new file, on the disk when this returns."""
+    with SummedFile(path) as file:
+        file.write(content)
+    return file.entry
+
+
+def write(directory: Path, manifest: Manifest) -> None:
+    """Write the manifest of a directory whose other files are complete. They and it survive a power cut afterwards."""
     content = {
         "format": FORMAT,
-        "step": step,
-        "world_size": world_size,
-        "roles": {name: asdict(entry) for name, entry in roles.items()},
-        "fingerprint": fingerprint(),
-        "files": files,
+        "step": manifest.step,
+        "time": manifest.time,
+        "world_size": manifest.world_size,
+        "layouts": {name: asdict(entry) for name, entry in manifest.roles.items()},
+        "components": manifest.components,
+        "identity": manifest.identity,
+        "fingerprint": manifest.fingerprint,
+        "metrics": manifest.metrics,
+        "best": manifest.best,
+        "files": {name: list(entry) for name, entry in sorted(manifest.files.items())},
     }
-    with open(directory / FILE, "w", encoding="utf-8") as stream:
-        json.dump(content, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
+    write_file(directory / FILE, json.dumps(content, indent=1).encode())
+    for path in sorted(path for path in directory.rglob("*") if path.is_dir()):
+        sync(path)
     sync(directory)
 
 
@@ -93,63 +207,94 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def changed_since(saved: dict[str, str]) -> str:
-    """What differs between the fingerprint ``saved`` and this process's ("threads 4 -> 8, ..."); "" for nothing."""
-    now = fingerprint()
-    names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
-    return ", ".join(f"{name} {saved.get(name, '-')} -> {now.get(name, '-')}" for name in names)
-
-
-def damage(directory: Path) -> str:
-    """Why ``directory`` is no sound checkpoint by its manifest and the sizes of its files; "" when it is one.
-
-    Quick: nothing is hashed, and nothing but the manifest is read.
-    """
-    try:
-        files = json.loads((directory / FILE).read_text(encoding="utf-8"))["files"]
-        for name, (size, _) in files.items():
-            if (found := (directory / name).stat().st_size) != size:
-                return f"file '{name}' has {found} bytes instead of {size}"
-    except FileNotFoundError as error:
-        return f"file '{Path(error.filename).relative_to(directory)}' is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{FILE} cannot be read: {type(error).__name__}: {error}"
-    return ""
+# ------------------------------------------------------------------ reading
 
 
 def read(directory: Path) -> Manifest:
-    """Read and check the manifest: format, owner, and that every file is there as it was written.
+    """Read and check the manifest: format, owner, and that every file is there in its size. Nothing is summed.
 
     Raises:
         CheckpointError: the directory is incomplete, damaged, or could have been written by somebody else.
     """
+    found = parse(directory)
+    _check_owner(directory)
+    for problem in size_problems(directory, found):
+        raise CheckpointError(f"{directory} is damaged: {problem}; use another checkpoint")
+    return found
+
+
+def parse(directory: Path) -> Manifest:
+    """The manifest alone; no other file is looked at. Raises :class:`CheckpointError`."""
     path = directory / FILE
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
             raise CheckpointError(f"{path}: format {content['format']}, this release reads {FORMAT}; use that release")
-        manifest = Manifest(
+        return Manifest(
             step=content["step"],
             world_size=content["world_size"],
-            roles={name: RoleEntry(**entry) for name, entry in content["roles"].items()},
+            roles={name: RoleEntry(**entry) for name, entry in content["layouts"].items()},
+            files={name: (int(entry[0]), str(entry[1])) for name, entry in content["files"].items()},
+            components=content["components"],
+            identity=content["identity"],
             fingerprint=content["fingerprint"],
-            files={name: (entry[0], entry[1]) for name, entry in content["files"].items()},
+            metrics=content["metrics"],
+            best=content["best"],
+            time=content["time"],
         )
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise CheckpointError(f"{directory} is not a complete checkpoint: {type(error).__name__}: {error}") from error
-    _check_owner(directory)
-    for name, (size, digest) in manifest.files.items():
-        file = directory / name
+
+
+def damage(directory: Path) -> str:
+    """Why ``directory`` is no sound checkpoint by its manifest and the sizes of its files; "" when it is one.
+
+    Quick: nothing is summed, and nothing but the manifest is read.
+    """
+    try:
+        found = parse(directory)
+    except CheckpointError as error:
+        return str(error)
+    return next(size_problems(directory, found), "")
+
+
+def size_problems(directory: Path, manifest: Manifest) -> Iterator[str]:
+    """What is wrong with the files by their sizes."""
+    for name, (size, _) in manifest.files.items():
+        if problem := _size_problem(directory, name, size):
+            yield problem
+
+
+def file_problem(directory: Path, name: str, entry: Entry) -> str:
+    """What is wrong with one file by its size and checksum; "" for nothing. Reads the file."""
+    size, digest = entry
+    if problem := _size_problem(directory, name, size):
+        return problem
+    try:
+        with open(directory / name, "rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        return f"file '{name}' cannot be read: {error.strerror or error}"
+    return "" if found == digest else f"file '{name}' has changed: its checksum is {found[:12]}, not {digest[:12]}"
+
+
+def digest(directory: Path) -> str:
+    """The sha256 of the manifest: the identity of a checkpoint. Raises :class:`CheckpointError`."""
+    try:
+        return hashlib.sha256((directory / FILE).read_bytes()).hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{directory} is not a complete checkpoint: {error}") from error
+
+
+def _size_problem(directory: Path, name: str, size: int) -> str:
+    file = directory / name
+    try:
         if not file.resolve().is_relative_to(directory.resolve()) or not file.is_file():
-            raise CheckpointError(f"{directory} is damaged: file '{name}' is missing; use another checkpoint")
-        if file.stat().st_size != size:
-            raise CheckpointError(
-                f"{directory} is damaged: file '{name}' has {file.stat().st_size} bytes instead of {size}; "
-                "use another checkpoint"
-            )
-        if digest and _sha256(file) != digest:
-            raise CheckpointError(f"{directory} is damaged: file '{name}' has changed; use another checkpoint")
-    return manifest
+            return f"file '{name}' is missing"
+        found = file.stat().st_size
+    except OSError as error:
+        return f"file '{name}' cannot be read: {error.strerror or error}"
+    return "" if found == size else f"file '{name}' has {found} bytes instead of {size}"
 
 
 def _check_owner(directory: Path) -> None:
@@ -159,8 +304,3 @@ def _check_owner(directory: Path) -> None:
         raise CheckpointError(f"{directory} belongs to user id {info.st_uid}, not to you; copy it if you trust it")
     if info.st_mode & stat.S_IWOTH:
         raise CheckpointError(f"{directory} is writable for everybody; take the right away (chmod o-w) if you trust it")
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,66 +1,195 @@
 """Megatron's ``torch_dist`` format: one role's sharded state in one directory.
 
-The files are those of ``megatron.core.dist_checkpointing`` and load with it. Saving differs in two ways: this process
-writes its own file itself (Megatron starts a manager process and a forked writer for every save: seconds, and a hang
-where the main module is not guarded), and every step that can fail on one rank is agreed on by all ranks.
+The files are those of ``megatron.core.dist_checkpointing`` and load with it. Saving is cut into three parts, so that
+the middle one can run in another process: :class:`Planner` (collective) decides what each rank writes, :meth:`Shards.
+write` writes it and needs nothing but its memory and the file system, :func:`finish` (one rank) writes the index.
 """
 
 from __future__ import annotations
 
+import io
+import json
 import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+
+import aligner.distributed  # noqa: F401  # isort: skip  (before megatron)
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.utils import find_state_dict_object
 
+from aligner.checkpoint import manifest
+from aligner.checkpoint.agreement import together
 from aligner.distributed import collectives, platform
 from aligner.errors import CheckpointError
 
 METADATA_FILE = ".metadata"
 
+Storage = dict[MetadataIndex, _StorageInfo]  # where each shard is: file, offset, length
 
-def save(state: dict[str, Any], directory: Path) -> None:
-    """Write ``state`` (with Megatron's ``ShardedTensor`` leaves) into the empty ``directory``. Collective.
 
-    Raises:
-        CheckpointError: on a rank that cannot write; :class:`~aligner.errors.RankFailure` on the others.
-    """
+@dataclass
+class Written:
+    """What one rank wrote of a role: where its shards are, and its files (path inside the role's directory)."""
 
-    def prepare() -> dict[str, Any]:
-        # The last collective inside is a gather; after it rank 0 alone checks that the shards cover each tensor once.
-        sharded, common = save_preprocess(state, validate_access_integrity=True)
-        TorchCommonSaveStrategy("torch", 1).save_common(common, directory)  # rank 0 writes
-        return sharded
+    storage: Storage = field(default_factory=dict)
+    files: dict[str, manifest.Entry] = field(default_factory=dict)
 
-    sharded = collectives.on_all_ranks(prepare)
-    tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+
+@dataclass(frozen=True)
+class Shards:
+    """What this rank writes of a role. ``index``: what the role consists of, on rank 0; None on the others."""
+
+    rank: int
+    items: list[tuple[MetadataIndex, torch.Tensor | bytes]]
+    small: dict[str, bytes]
+    index: Metadata | None
+
+    def write(self, directory: Path) -> Written:
+        """Write this rank's files into ``directory``. Not collective; raises OSError."""
+        directory.mkdir(parents=True, exist_ok=True)
+        done = Written(files={name: manifest.write_file(directory / name, data) for name, data in self.small.items()})
+        if not self.items:
+            return done
+        name = f"__{self.rank}_0.distcp"
+        with manifest.SummedFile(directory / name) as file:
+            for index, data in self.items:
+                start = file.tell()
+                _write_item(file, data)
+                done.storage[index] = _StorageInfo(name, start, file.tell() - start)
+        done.files[name] = file.entry
+        return done
+
+
+def _write_item(file: manifest.SummedFile, data: torch.Tensor | bytes) -> None:
+    if isinstance(data, bytes):
+        file.write(data)
+        return
     try:
-        dcp.save(
-            mcore_to_pyt_state_dict(tensors, is_loading=False),
-            storage_writer=dcp.FileSystemWriter(directory, single_file_per_rank=True, thread_count=1),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
-    except dcp.CheckpointException as failed:  # raised on all ranks together
-        raise CheckpointError(f"cannot write the checkpoint {directory}: {_first_failure(failed)}") from failed
+        torch.save(data, file)  # type: ignore[arg-type]  # it has what torch.save uses of a file
+    except Exception:
+        if file.error is not None:  # torch hides it behind one of its own
+            raise file.error from None
+        raise
 
-    def describe() -> None:
-        if platform.rank() == 0:
-            save_config(CheckpointingConfig("torch_dist", 1), str(directory))
 
-    collectives.on_all_ranks(describe)
+class Planner:
+    """Plans the saves of one role; what follows from the structure of its state is computed once. Collective."""
+
+    def __init__(self) -> None:
+        self._structure: list[Any] | None = None
+        self._items: list[MetadataIndex] = []
+        self._index: Metadata | None = None
+
+    def plan(self, state: dict[str, Any]) -> Shards:
+        """What this rank writes of ``state`` (with Megatron's ``ShardedTensor`` leaves); tensors stay where they are.
+
+        Raises:
+            CheckpointError, RankFailure: on all ranks, when the shards do not cover each tensor exactly once.
+        """
+
+        def prepare() -> tuple[Any, Any, list[Any]]:
+            sharded, common = save_preprocess(state, validate_access_integrity=False)
+            return sharded, common, [_structure(leaf) for leaf in nested_values(sharded)]
+
+        sharded, common, structure = collectives.on_all_ranks(prepare)
+        is_new = collectives.any_true(structure != self._structure)
+        gathered = determine_global_metadata(sharded)[1] if is_new else None
+        tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+        mine = collectives.on_all_ranks(lambda: mcore_to_pyt_state_dict(tensors, is_loading=False))
+        if is_new:
+            self._plan(mine, gathered)
+            self._structure = structure
+        items = [(index, _detached(find_state_dict_object(mine, index))) for index in self._items]
+        return Shards(platform.rank(), items, _small_files(common) if platform.rank() == 0 else {}, self._index)
+
+    def _plan(self, mine: dict[str, Any], gathered: Any) -> None:
+        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+
+        def plan_here() -> Any:
+            validate_sharding_integrity(gathered)
+            planner.set_up_planner(mine, None, platform.rank() == 0)
+            return planner.create_local_plan()
+
+        own = collectives.on_all_ranks(plan_here)
+        plans = collectives.all_gather_objects(own)
+
+        def plan_whole() -> Metadata | None:
+            return planner.create_global_plan(plans)[1] if platform.rank() == 0 else None
+
+        self._index = together(plan_whole)
+        self._items = [item.index for item in own.items]
+
+
+def _structure(leaf: Any) -> tuple[Any, ...]:
+    """What a plan depends on: everything but the values."""
+    return (
+        leaf.key,
+        getattr(leaf, "dtype", None),
+        getattr(leaf, "local_shape", None),
+        leaf.global_shape,
+        leaf.global_offset,
+        getattr(leaf, "axis_fragmentations", None),
+        leaf.replica_id,
+    )
+
+
+def _small_files(common: Any) -> dict[str, bytes]:
+    """What is not sharded: plain values, and the name of the format."""
+    buffer = io.BytesIO()
+    torch.save(common, buffer)
+    config = json.dumps(asdict(CheckpointingConfig("torch_dist", 1)))
+    return {COMMON_STATE_FNAME: buffer.getvalue(), CONFIG_FNAME: config.encode()}
+
+
+def _detached(data: Any) -> torch.Tensor | bytes:
+    """``data`` on the CPU, contiguous, and with a storage of its own size, for that is what ``torch.save`` writes.
+
+    A tensor that is all this already, or a part of a larger one, is not copied.
+    """
+    if isinstance(data, io.BytesIO):
+        return data.getvalue()
+    tensor = data.detach().cpu().contiguous()
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    shared = torch.from_numpy(tensor.reshape(-1).view(torch.uint8).numpy())  # the same memory
+    return shared.view(tensor.dtype).view(tensor.shape)
+
+
+def finish(directory: Path, index: Metadata, written: Iterable[Storage]) -> manifest.Entry:
+    """Write the index of a role's complete directory; ``written`` is what each rank wrote. Raises OSError."""
+    storage: Storage = {}
+    for part in written:
+        storage.update(part)
+    whole = replace(index, storage_data=storage, storage_meta=None, version=CURRENT_DCP_VERSION)
+    return manifest.write_file(directory / METADATA_FILE, pickle.dumps(whole))
+
+
+def contents(index: Metadata) -> Mapping[str, tuple[str, list[int], int]]:
+    """Name of a tensor -> its type, shape and bytes as a whole."""
+    found = {}
+    for name, entry in index.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            dtype = entry.properties.dtype
+            found[name] = (str(dtype).removeprefix("torch."), list(entry.size), entry.size.numel() * dtype.itemsize)
+    return found
 
 
 def load(state: dict[str, Any], directory: Path, *, strict: bool = True) -> tuple[dict[str, Any], list[str]]:

@@ -9,12 +9,7 @@ import pytest
 from aligner.checkpoint import manifest
 from aligner.checkpoint.initialize import Source, resolve_source
 from aligner.errors import CheckpointError
-
-
-def _complete(path: Path) -> Path:
-    path.mkdir(parents=True)
-    manifest.write(path, step=1, world_size=1, roles={})
-    return path
+from tests.checkpoint.fake import fake_checkpoint
 
 
 def test_each_kind_of_source(tmp_path: Path) -> None:
@@ -24,11 +19,11 @@ def test_each_kind_of_source(tmp_path: Path) -> None:
     assert resolve_source(model) == Source("hf", model)
 
     run = tmp_path / "run"
-    first, second = (_complete(run / "checkpoints" / f"step_{step:08d}") for step in (9, 10))
+    first, second = (fake_checkpoint(run / "checkpoints", step) for step in (9, 10))
     (run / "checkpoints" / "step_00000011").mkdir()  # incomplete
     assert resolve_source(run) == Source("checkpoint", second)
     assert resolve_source(first) == Source("checkpoint", first)
-    assert manifest.read(first).step == 1
+    assert manifest.read(first).step == 9
 
 
 def test_what_is_none_of_them_is_an_error(tmp_path: Path) -> None:
