@@ -32,7 +32,7 @@ from omegaconf.errors import (
 
 import aligner
 from aligner.config import keys
-from aligner.config.schema import ROOTS
+from aligner.config.keys import ALL_ROOTS
 from aligner.config.section import Section, freeze, to_container
 from aligner.errors import ConfigError
 
@@ -46,12 +46,16 @@ def conf_directory() -> Path:
     raise ConfigError(f"no conf/ folder in {package} or beside it; the installation is incomplete, install it again")
 
 
-def config_groups(config_dirs: Sequence[Path] = ()) -> dict[str, list[str]]:
-    """Config groups and their options, e.g. ``{"model": ["llama3_8b", ...], "recipe": [...]}``."""
+def config_groups(config_dirs: Sequence[Path] = (), command: str = "") -> dict[str, list[str]]:
+    """Config groups of ``command`` and their options, e.g. ``{"model": ["llama3_8b", ...], "recipe": [...]}``.
+
+    ``cluster`` is the group of ``submit``, which has no other.
+    """
     groups: dict[str, set[str]] = {}
     for root in (conf_directory(), *config_dirs):
         for file in sorted(root.glob("*/*.yaml")):
-            groups.setdefault(file.parent.name, set()).add(file.stem)
+            if (file.parent.name == "cluster") == (command == "submit"):
+                groups.setdefault(file.parent.name, set()).add(file.stem)
     return {name: sorted(options) for name, options in sorted(groups.items())}
 
 
@@ -66,7 +70,7 @@ def recipes(config_dirs: Sequence[Path] = ()) -> dict[str, str | None]:
 
 
 def compose(command: str, overrides: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> Any:
-    """The frozen configuration root of ``command`` (one of :data:`~aligner.config.schema.ROOTS`).
+    """The frozen configuration root of ``command`` (one of :data:`~aligner.config.keys.ALL_ROOTS`).
 
     Raises:
         ConfigError: unknown key or option, wrong type, missing value, unresolvable interpolation.
@@ -76,7 +80,7 @@ def compose(command: str, overrides: Sequence[str] = (), config_dirs: Sequence[P
     try:
         root = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:
-        raise ConfigError(_explain_value(error, ROOTS[command])) from None
+        raise ConfigError(_explain_value(error, ALL_ROOTS[command])) from None
     assert isinstance(root, Section)
     return freeze(root)
 
@@ -94,11 +98,11 @@ def compose_unresolved(command: str, overrides: Sequence[str] = (), config_dirs:
     except HydraException as error:
         raise ConfigError(_explain_hydra(error, command)) from None
     except OmegaConfBaseException as error:
-        raise ConfigError(_explain_value(error, ROOTS[command])) from None
+        raise ConfigError(_explain_value(error, ALL_ROOTS[command])) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}") from None
     for key in _leaf_keys(config):
-        if not keys.is_known(ROOTS[command], key):
+        if not keys.is_known(ALL_ROOTS[command], key):
             raise ConfigError(keys.unknown_key_message(command, key))
     return config
 
@@ -121,7 +125,7 @@ def _register_schema(command: str) -> None:
     store = ConfigStore.instance()
     name = f"schema_{command}"
     if f"{name}.yaml" not in store.repo:
-        store.store(name=name, node=ROOTS[command], provider="aligner")
+        store.store(name=name, node=ALL_ROOTS[command], provider="aligner")
 
 
 def _existing_directory(path: Path) -> Path:
@@ -132,7 +136,7 @@ def _existing_directory(path: Path) -> Path:
 
 def _checked_overrides(command: str, overrides: Sequence[str], config_dirs: Sequence[Path]) -> list[str]:
     """Overrides as Hydra takes them, after each key was checked against the groups and the schema."""
-    groups = config_groups(config_dirs)
+    groups = config_groups(config_dirs, command)
     checked = []
     for text in overrides:
         override = _parse_override(text)
@@ -147,9 +151,9 @@ def _checked_overrides(command: str, overrides: Sequence[str], config_dirs: Sequ
             _check_option(text, key, str(override.value()), groups[key])
             checked.append(text)
             continue
-        if not keys.is_known(ROOTS[command], key):
+        if not keys.is_known(ALL_ROOTS[command], key):
             raise ConfigError(keys.unknown_key_message(command, key))
-        if keys.is_free_mapping(ROOTS[command], key) or keys.in_free_mapping(ROOTS[command], key):
+        if keys.is_free_mapping(ALL_ROOTS[command], key) or keys.in_free_mapping(ALL_ROOTS[command], key):
             text = text if override.is_delete() else "++" + text.lstrip("+")
         elif override.is_delete():
             raise ConfigError(f"{text}: keys of the schema cannot be removed; set {key}=null where it is optional")
@@ -218,7 +222,7 @@ def _is_missing(config: DictConfig, key: str) -> bool:
 def _explain_hydra(error: HydraException, command: str) -> str:
     cause = error.__cause__ or error.__context__
     if isinstance(cause, OmegaConfBaseException):
-        explained = _explain_value(cause, ROOTS[command])
+        explained = _explain_value(cause, ALL_ROOTS[command])
         origin = str(error).partition("\n")[0]
         if file := re.match(r"In '([^']+)'", origin):
             return f"{explained} (in {file[1]}.yaml)"
@@ -241,7 +245,7 @@ def _explain_value(error: OmegaConfBaseException, root: type[Section]) -> str:
         detail = reason.partition('"')[2].rstrip('"') or reason
         return f"{key}: the interpolation cannot be resolved: {detail}"
     if isinstance(error, ConfigKeyError) or not keys.is_known(root, key):
-        command = next(name for name, value in ROOTS.items() if value is root)
+        command = next(name for name, value in ALL_ROOTS.items() if value is root)
         return keys.unknown_key_message(command, key)
     if isinstance(error, ValidationError):
         found = "null" if "not Optional" in reason else reason.rstrip(".")

@@ -9,8 +9,12 @@ import typing
 from collections.abc import Iterable
 from typing import Any
 
+from aligner.config.cluster import SubmitRoot
 from aligner.config.schema import ROOTS
 from aligner.config.section import Section
+
+#: Every command whose settings are composed; ``submit`` has the cluster's, besides those of the command it submits.
+ALL_ROOTS: dict[str, type[Any]] = {**ROOTS, "submit": SubmitRoot}
 
 _known: dict[type[Any], dict[str, Any]] = {}
 
@@ -51,8 +55,8 @@ def is_free_mapping(root: type[Section], key: str) -> bool:
 
 def unknown_key_message(command: str, key: str) -> str:
     """One line: the key, the nearest key of this command, and the command that does have the key, if one does."""
-    known = schema_keys(ROOTS[command])
-    owners = [name for name, root in ROOTS.items() if name != command and is_known(root, key)]
+    known = schema_keys(ALL_ROOTS[command])
+    owners = [name for name, root in ALL_ROOTS.items() if name != command and is_known(root, key)]
     belongs = f" (a key of aligner {', '.join(owners)})" if owners else ""
     near = nearest(key, known)
     return (

@@ -17,6 +17,7 @@ from aligner.config.compose import (
     recipes,
     to_yaml,
 )
+from aligner.config.keys import ALL_ROOTS
 from aligner.config.schema import ROOTS
 from aligner.errors import ConfigError
 
@@ -67,8 +68,8 @@ def test_every_recipe_composes_with_its_command(recipe: str, command: str) -> No
 def test_every_conf_file_is_composed_by_a_test() -> None:
     """A new group or primary configuration must be added to the tests above."""
     files = {str(path.relative_to(conf_directory()).parent) for path in conf_directory().rglob("*.yaml")}
-    assert files == {".", "model", "recipe"}
-    assert {path.stem for path in conf_directory().glob("*.yaml")} == set(ROOTS)
+    assert files == {".", "cluster", "model", "recipe"}
+    assert {path.stem for path in conf_directory().glob("*.yaml")} == set(ALL_ROOTS)
 
 
 def test_roles_follow_the_model_and_the_actor_unless_overridden() -> None:
