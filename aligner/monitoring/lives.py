@@ -1,7 +1,8 @@
 """The lives of a run: ``RUN/lives.jsonl``, one line when a process life begins and one when it ends.
 
-``{"event": "start", "time", "host", "pid", "job", "restart_count", "start_step"}`` and ``{"event": "end", "time", "step",
-"reason", "exit_code"}``; ``time`` in seconds since the epoch. A start without an end was killed. Imports without torch.
+``{"event": "start", "time", "host", "pid", "job", "restart_count", "start_step", "start_samples"}`` and ``{"event":
+"end", "time", "host", "pid", "step", "reason", "exit_code"}``; ``time`` in seconds since the epoch. A start without an
+end was killed, or still lives. Lines are only appended. Imports without torch.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import json
 import os
 import socket
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,18 @@ LIVES_FILE = "lives.jsonl"
 RESTART_FILE = "restart_requested"
 ERRORS_DIRECTORY = "errors"
 FILES = (LIVES_FILE, RESTART_FILE)
-NO_PROGRESS_LIMIT = 3  # lives without a finished step, after which no further restart is asked for
+NO_PROGRESS_LIMIT = 3  # lives that leave the run where it was, after which no further restart is asked for
+
+#: Exit codes of lives that nobody starts again but a person: finished, an error of the user, in use, stopped by hand.
+_DELIBERATE = frozenset({0, 2, 3, 4, 5, 6, 7, 9, 76, 130})
 
 
 @dataclass(frozen=True)
 class Life:
-    """One life; ``step``, ``reason`` and ``exit_code`` are None while it goes on, or when it was killed."""
+    """One life. ``start_step``: finished steps of the checkpoint it began from; ``start_samples``: finished samples of
+    the step after it that it found. ``end_time`` and what follows are None while it goes on, or when it was killed;
+    ``step``: its last finished step, where known.
+    """
 
     start_time: float
     host: str
@@ -31,37 +39,33 @@ class Life:
     job: str | None
     restart_count: int
     start_step: int
+    start_samples: int = 0
     end_time: float | None = None
     step: int | None = None
     reason: str | None = None
     exit_code: int | None = None
 
 
-def begin_life(run_dir: Path, *, start_step: int) -> None:
-    """Record that a life of the run in ``run_dir`` begins after ``start_step`` finished steps. Rank 0 alone."""
+def begin_life(run_dir: Path, *, start_step: int, start_samples: int = 0) -> None:
+    """Record that a life of the run in ``run_dir`` begins; see :class:`Life`. Rank 0 alone."""
     restarts = os.environ.get("SLURM_RESTART_COUNT") or os.environ.get("ALIGNER_RESTART_COUNT") or "0"
     _append(
         run_dir,
-        {
-            "event": "start",
-            "time": round(time.time(), 3),
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "job": os.environ.get("SLURM_JOB_ID"),
-            "restart_count": int(restarts) if restarts.isdigit() else 0,
-            "start_step": start_step,
-        },
+        "start",
+        job=os.environ.get("SLURM_JOB_ID"),
+        restart_count=int(restarts) if restarts.isdigit() else 0,
+        start_step=start_step,
+        start_samples=start_samples,
     )
 
 
 def end_life(run_dir: Path, *, step: int | None, reason: str, exit_code: int) -> None:
-    """Record how the life that began last has ended. Rank 0 alone. ``step``: the last finished one, where known."""
-    row = {"event": "end", "time": round(time.time(), 3), "step": step, "reason": reason, "exit_code": exit_code}
-    _append(run_dir, row)
+    """Record how this process's life has ended. Rank 0 alone. ``step``: the last finished one, where known."""
+    _append(run_dir, "end", step=step, reason=reason, exit_code=exit_code)
 
 
 def read_lives(run_dir: Path) -> list[Life]:
-    """All lives, oldest first. Lines that are torn or not ours are left out."""
+    """All lives, oldest first. Lines that are torn or not of this form are left out."""
     lives: list[Life] = []
     try:
         lines = (run_dir / LIVES_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -70,31 +74,34 @@ def read_lives(run_dir: Path) -> list[Life]:
     for line in lines:
         try:
             row = json.loads(line)
-            event, when = row.pop("event"), row.pop("time")
+            event, when, where = row.pop("event"), row.pop("time"), (row["host"], row["pid"])
             if event == "start":
                 lives.append(Life(start_time=when, **row))
-            elif event == "end" and lives and lives[-1].end_time is None:
-                lives[-1] = Life(**{**vars(lives[-1]), "end_time": when, **row})
+            elif event == "end":  # of the process that wrote it: a life that was taken over may end late
+                own = [i for i, life in enumerate(lives) if (life.host, life.pid) == where and life.end_time is None]
+                if own:
+                    lives[own[-1]] = replace(lives[own[-1]], end_time=when, **row)
         except (ValueError, KeyError, TypeError, AttributeError):
             continue
     return lives
 
 
-def restarts(lives: list[Life]) -> int:
+def restarts(lives: Sequence[Life]) -> int:
     """How often the run was started again."""
     return max(0, len(lives) - 1)
 
 
-def no_progress(lives: list[Life], *, step: int, limit: int = NO_PROGRESS_LIMIT) -> bool:
-    """Whether the last ``limit`` lives, the running one included, all began at ``step``, where the run still is.
+def no_progress(lives: Sequence[Life], *, step: int, samples: int = 0, limit: int = NO_PROGRESS_LIMIT) -> bool:
+    """Whether the last ``limit`` lives, the one that is about to end included, left the run where it was.
 
-    A life that ended as it was meant to (finished, or stopped by a person) interrupts the series.
+    The run is after ``step`` finished and saved steps, with ``samples`` finished ones of the next; that all these lives
+    began there shows that none got further. Steps that a crash has lost do not count. A life that ended as it was meant
+    to (finished, refused, stopped by a person) interrupts the series: what follows it was started by a person.
     """
     last = lives[-limit:]
-    if len(last) < limit:
+    if len(last) < limit or any(life.exit_code in _DELIBERATE for life in last):
         return False
-    meant = [life.exit_code in (0, 76) for life in last]
-    return not any(meant) and all(life.start_step == step for life in last)
+    return all((life.start_step, life.start_samples) == (step, samples) for life in last)
 
 
 def request_restart(run_dir: Path, reason: str) -> None:
@@ -113,8 +120,13 @@ def clear_endings(run_dir: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _append(run_dir: Path, row: dict[str, Any]) -> None:
-    path = run_dir / LIVES_FILE
-    torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
-    with path.open("a", encoding="utf-8") as stream:
-        stream.write(("\n" if torn else "") + json.dumps(row) + "\n")
+def _append(run_dir: Path, event: str, **content: Any) -> None:
+    row = {"event": event, "time": round(time.time(), 3), "host": socket.gethostname(), "pid": os.getpid(), **content}
+    with (run_dir / LIVES_FILE).open("a+b") as stream:
+        torn = False
+        if stream.tell():
+            stream.seek(-1, os.SEEK_END)
+            torn = stream.read(1) != b"\n"
+        stream.write(b"\n" * torn + json.dumps(row, ensure_ascii=False).encode() + b"\n")
+        stream.flush()
+        os.fsync(stream.fileno())
