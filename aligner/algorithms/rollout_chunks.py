@@ -40,5 +40,6 @@ class RolloutChunks:
         """Write the finished chunks, tied to ``checkpoint``, the step before; says what was written."""
         if not self._chunks:
             return ""
-        save_chunks(self._run_dir, self._step, self._chunks, manifest.digest(checkpoint))
-        return f"{sum(len(chunk) for chunk in self._chunks)} samples of step {self._step}"
+        what = f"{sum(len(chunk) for chunk in self._chunks)} samples of step {self._step}"
+        reason = save_chunks(self._run_dir, self._step, self._chunks, manifest.digest(checkpoint))
+        return f"not {what}, which are sampled anew ({reason})" if reason else what

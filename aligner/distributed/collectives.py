@@ -50,9 +50,14 @@ def on_all_ranks(action: Callable[[], T]) -> T:
 
 def any_true(flag: bool) -> bool:
     """Whether ``flag`` is true on any rank."""
-    votes = torch.tensor([int(flag)], dtype=torch.int32)
+    return any_of(flag)[0]
+
+
+def any_of(*flags: bool) -> list[bool]:
+    """For each of ``flags`` whether it is true on any rank; one all-reduce for all of them."""
+    votes = torch.tensor([int(flag) for flag in flags], dtype=torch.int32)
     dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-    return bool(votes.item())
+    return [bool(vote) for vote in votes.tolist()]
 
 
 def barrier() -> None:

@@ -152,14 +152,16 @@ class RolloutBatch:
             "metadata": list(self.metadata),
             "logprob_contract": dataclasses.asdict(self.logprob_contract),
         }
-        (directory / JSON_FILE).write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
+        text = json.dumps(content, ensure_ascii=False, indent=1)
+        # surrogatepass: a JSON string of a data file may hold half of a surrogate pair
+        (directory / JSON_FILE).write_text(text, encoding="utf-8", errors="surrogatepass")
 
     @classmethod
     def load(cls, directory: str | Path) -> RolloutBatch:
         """Read what :meth:`save` wrote. DataError: a file is missing or is not a saved batch."""
         directory = Path(directory)
         try:
-            content = json.loads((directory / JSON_FILE).read_text(encoding="utf-8"))
+            content = json.loads((directory / JSON_FILE).read_text(encoding="utf-8", errors="surrogatepass"))
             tensors = load_file(directory / TENSORS_FILE)
             return cls(
                 **tensors,

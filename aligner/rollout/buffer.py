@@ -1,0 +1,132 @@
+"""The finished rollout chunks of an unfinished step, kept between two lives of a run.
+
+``RUN/rollouts/step_<step>/chunk_<i>/`` holds what :meth:`RolloutBatch.save` writes; ``manifest.json`` beside it names
+the step, the checkpoint whose weights sampled the chunks (by the sha256 of its manifest), and size and sha256 of every
+file. The directory is published by rename. Chunks only save time: whatever is wrong with them, they are sampled again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from aligner.checkpoint.manifest import file_problem, step_name, sync, write_file
+from aligner.distributed.collectives import broadcast_object
+from aligner.distributed.platform import rank
+from aligner.errors import AlignerError
+from aligner.rollout.batch import JSON_FILE, TENSORS_FILE, RolloutBatch
+
+ROLLOUTS_DIRECTORY = "rollouts"
+MANIFEST_FILE = "manifest.json"
+FORMAT = 1
+
+
+def save_chunks(run_dir: Path, step: int, chunks: Sequence[RolloutBatch], checkpoint_digest: str) -> str:
+    """Keep ``chunks`` of ``step`` in place of all that were kept before; rank 0 writes.
+
+    ``checkpoint_digest``: of the checkpoint that the step continues from. Returns why nothing is kept, the same on
+    every rank; "" when all is. Collective.
+    """
+    reason = ""
+    if rank() == 0:
+        try:
+            _write(run_dir / ROLLOUTS_DIRECTORY, step, chunks, checkpoint_digest)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            reason = _words(error)
+    return broadcast_object(reason)
+
+
+def load_chunks(run_dir: Path, step: int, checkpoint_digest: str) -> list[RolloutBatch]:
+    """The chunks kept of ``step`` that were sampled after the checkpoint of ``checkpoint_digest``.
+
+    None are returned when there are none, when one is damaged or when another checkpoint is meant; rank 0 says why and
+    reads for all. Collective.
+    """
+    chunks: list[RolloutBatch] = []
+    directory = run_dir / ROLLOUTS_DIRECTORY / step_name(step)
+    if rank() == 0 and directory.exists():
+        try:
+            chunks = _read(directory, step, checkpoint_digest)
+        except Exception as error:
+            print(f"{directory}: {_words(error)}; step {step} is sampled anew", flush=True)
+    return broadcast_object(chunks)
+
+
+def drop_chunks(run_dir: Path) -> None:
+    """Remove all chunks of the run, if there are any. Rank 0 acts; collective in name only: it waits for nobody."""
+    if rank() == 0:
+        shutil.rmtree(run_dir / ROLLOUTS_DIRECTORY, ignore_errors=True)
+
+
+def _write(rollouts: Path, step: int, chunks: Sequence[RolloutBatch], checkpoint_digest: str) -> None:
+    temporary = rollouts / f".tmp-{step_name(step)}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        files = {}
+        for index, chunk in enumerate(chunks):
+            chunk.save(temporary / _chunk_name(index))
+            for name in _files(index):
+                files[name] = _sum(temporary / name)
+                sync(temporary / name)
+            sync(temporary / _chunk_name(index))
+        content = {
+            "format": FORMAT,
+            "step": step,
+            "checkpoint": checkpoint_digest,
+            "chunks": len(chunks),
+            "files": files,
+        }
+        write_file(temporary / MANIFEST_FILE, json.dumps(content, indent=1).encode())
+        sync(temporary)
+        for other in rollouts.iterdir():
+            if other != temporary:
+                shutil.rmtree(other)
+        os.rename(temporary, rollouts / step_name(step))
+        sync(rollouts)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _read(directory: Path, step: int, checkpoint_digest: str) -> list[RolloutBatch]:
+    """The chunks in ``directory``. Raises ValueError and others for everything that is not as it was written."""
+    content: dict[str, Any] = json.loads((directory / MANIFEST_FILE).read_text(encoding="utf-8"))
+    if content["format"] != FORMAT or content["step"] != step:
+        raise ValueError(f"holds format {content['format']} of step {content['step']}, not {FORMAT} of step {step}")
+    if content["checkpoint"] != checkpoint_digest:
+        raise ValueError("was sampled after another checkpoint than the one the run continues from")
+    count, files = int(content["chunks"]), content["files"]
+    expected = [name for index in range(min(count, len(files))) for name in _files(index)]
+    if count < 1 or sorted(files) != sorted(expected):
+        raise ValueError(f"its manifest names {count} chunks and {len(files)} files, which do not belong together")
+    for name in expected:
+        size, digest = files[name]
+        if problem := file_problem(directory, name, (size, digest)):
+            raise ValueError(problem)
+    return [RolloutBatch.load(directory / _chunk_name(index)).validate() for index in range(count)]
+
+
+def _chunk_name(index: int) -> str:
+    return f"chunk_{index:05d}"
+
+
+def _files(index: int) -> list[str]:
+    return [f"{_chunk_name(index)}/{name}" for name in (TENSORS_FILE, JSON_FILE)]
+
+
+def _sum(path: Path) -> tuple[int, str]:
+    with open(path, "rb") as stream:
+        return path.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"{error.filename or ''} {error.strerror or error}".strip()
+    if isinstance(error, (AlignerError, ValueError)) and not isinstance(error, json.JSONDecodeError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
