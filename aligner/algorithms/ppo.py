@@ -66,7 +66,7 @@ def run(root: PPORoot, context: RunContext) -> None:
         context,
         models,
         stateful,
-        identity=run_identity(root, context),
+        identity=run_identity(root, context, {"data.prompts": ppo.prompts, "data.validation_prompts": ppo.validation}),
         validate=validate_policy if ppo.validation is not None else None,
         shown=(names.REWARDS_MEAN, names.INIT_POLICY_KL, names.RESPONSE_LENGTH_MEAN, names.CLIP_FRACTION),
     ) as training:
@@ -187,7 +187,7 @@ def build(root: PPORoot, context: RunContext) -> PPO:
         engine=build_engine(root.generation, root.data.max_prompt_length, roles.actor, roles.tokenizer),
         sampling=sampling_params(root.generation.sampling, roles.tokenizer),
         prompts=prompts,
-        order=ShardedOrder(len(prompts), root.ppo.rollout_batch_size, root.trainer.seed),
+        order=ShardedOrder(len(prompts), root.ppo.rollout_batch_size, root.trainer.seed, prompts.fingerprint),
         kl=build_kl_controller(kl.controller, kl.coef, kl.target, kl.horizon),
         validation=validation,
     )

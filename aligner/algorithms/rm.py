@@ -72,10 +72,9 @@ def run(root: RMRoot, context: RunContext) -> None:
     """Train the reward model on ``data.train`` until ``trainer.max_steps``. Collective."""
     reward, tokenizer = load_trained_reward(root, context)
     train = open_pairs(root.data.train, tokenizer, root.data, context)
-    held_out = train
-    if root.data.validation:
-        held_out = open_pairs(root.data.validation, tokenizer, root.data, context)
-    order = ShardedOrder(len(train), root.data.global_batch_size, root.trainer.seed)
+    given = open_pairs(root.data.validation, tokenizer, root.data, context) if root.data.validation else None
+    held_out = given or train
+    order = ShardedOrder(len(train), root.data.global_batch_size, root.trainer.seed, train.fingerprint)
     statistics = HeldOutStatistics()
     stateful: dict[str, Stateful] = {"order": order, "reward_statistics": statistics}
 
@@ -88,7 +87,7 @@ def run(root: RMRoot, context: RunContext) -> None:
         context,
         {"reward": reward},
         stateful,
-        identity=run_identity(root, context),
+        identity=run_identity(root, context, {"data.train": train, "data.validation": given}),
         validate=validate_model,
         validates_saves=True,
         shown=(names.TRAIN_LOSS, names.TRAIN_ACCURACY, names.VAL_ACCURACY),

@@ -52,7 +52,7 @@ def run(root: SFTRoot, context: RunContext) -> None:
     held_out = None
     if root.data.validation:
         held_out = open_texts(root.data.validation, tokenizer, root.data, context)
-    order = ShardedOrder(len(train), root.data.global_batch_size, root.trainer.seed)
+    order = ShardedOrder(len(train), root.data.global_batch_size, root.trainer.seed, train.fingerprint)
 
     def validate(step: int) -> dict[str, float]:
         assert held_out is not None
@@ -64,7 +64,7 @@ def run(root: SFTRoot, context: RunContext) -> None:
         context,
         {"actor": actor},
         {"order": order},
-        identity=run_identity(root, context),
+        identity=run_identity(root, context, {"data.train": train, "data.validation": held_out}),
         validate=validate if held_out is not None else None,
         shown=(names.TRAIN_LOSS, names.VAL_LOSS, names.TRAIN_GRAD_NORM),
     ) as training:

@@ -7,6 +7,7 @@ report, the same samples or the same error. After it, ``dataset[i]`` is the i-th
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -38,7 +39,10 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class DataReport:
-    """What a data set consists of. Counts are rows; ``tokens`` counts tokens of kept samples (both sides of a pair)."""
+    """What a data set consists of. Counts are rows; ``tokens`` counts tokens of kept samples (both sides of a pair).
+
+    ``sha256`` is that of the file's content, ``kept_sha256`` that of the numbers of the kept rows.
+    """
 
     name: str
     rows: int
@@ -49,6 +53,8 @@ class DataReport:
     tokens: int
     longest: int
     limit: int
+    sha256: str
+    kept_sha256: str
 
     def summary(self) -> str:
         """One line for the log."""
@@ -61,6 +67,16 @@ class DataReport:
             parts.append(f"{self.truncated} truncated to {self.limit} tokens")
         return "; ".join(parts)
 
+    def identity(self) -> dict[str, Any]:
+        """What the data set is, as plain values: where, how many rows, which content, which of it is used."""
+        return {
+            "path": self.name,
+            "rows": self.rows,
+            "sha256": self.sha256,
+            "kept": self.kept,
+            "kept_sha256": self.kept_sha256,
+        }
+
 
 @dataclass
 class _Scan:
@@ -68,6 +84,7 @@ class _Scan:
 
     rows: int
     kept: np.ndarray
+    sha256: str = ""
     filtered: int = 0
     dropped: int = 0
     truncated: int = 0
@@ -108,6 +125,13 @@ class _RowDataset(Generic[S]):
         """Kept samples; runs :meth:`check` on its own when it has not been called."""
         return len(self._kept_rows())
 
+    @property
+    def fingerprint(self) -> str:
+        """Equal for data sets of the same rows in the same order."""
+        self._kept_rows()
+        assert self.report is not None
+        return hashlib.sha256((self.report.sha256 + self.report.kept_sha256).encode()).hexdigest()
+
     def __getitem__(self, index: int) -> S:
         kept = self._kept_rows()
         if not 0 <= index < len(kept):
@@ -132,6 +156,8 @@ class _RowDataset(Generic[S]):
         if len({part.rows for part in parts}) > 1:
             counts = ", ".join(str(part.rows) for part in parts)
             raise DataError(f"{self._rows.name}: ranks see files of different length ({counts} rows); share one file")
+        if len({part.sha256 for part in parts}) > 1:
+            raise DataError(f"{self._rows.name}: ranks see files of different content; share one file")
         kept = np.sort(np.concatenate([part.kept for part in parts]))
         report = DataReport(
             name=self._rows.name,
@@ -143,6 +169,8 @@ class _RowDataset(Generic[S]):
             tokens=sum(part.tokens for part in parts),
             longest=max(part.longest for part in parts),
             limit=self._max_length,
+            sha256=parts[0].sha256,
+            kept_sha256=hashlib.sha256(kept.astype("<i8").tobytes()).hexdigest(),
         )
         if not report.kept:
             raise DataError(
@@ -165,6 +193,7 @@ class _RowDataset(Generic[S]):
         kept: list[int] = []
         try:
             scan.rows = len(self._rows)
+            scan.sha256 = self._rows.sha256
             for row in range(rank, scan.rows, world_size):
                 scan.error_row = row
                 if not self._passes_filter(row):

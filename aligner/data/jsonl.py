@@ -6,6 +6,7 @@ skipped and keep their place in the line count.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from importlib import resources
@@ -57,6 +58,13 @@ class IndexedJsonl:
         self._offsets: np.ndarray | None = None  # int64 [rows, 2] byte start and end of each row
         self._lines: np.ndarray | None = None  # int64 [rows] 1-based line numbers; None: row + 1
         self._array: list[Any] | None = None
+        self._sha256 = ""
+
+    @property
+    def sha256(self) -> str:
+        """Hex digest of the file's bytes, as read while it was indexed."""
+        self._open()
+        return self._sha256
 
     def __len__(self) -> int:
         """Number of rows. DataError when the file is missing, unreadable or has no rows."""
@@ -118,9 +126,12 @@ class IndexedJsonl:
         self._file = os.open(path, os.O_RDONLY)
         size = os.fstat(self._file).st_size
         newlines = []
+        content = hashlib.sha256()
         for base in range(0, size, _CHUNK):
-            chunk = np.frombuffer(os.pread(self._file, _CHUNK, base), dtype=np.uint8)
-            newlines.append(np.flatnonzero(chunk == 10).astype(np.int64) + base)
+            read = os.pread(self._file, min(_CHUNK, size - base), base)
+            content.update(read)
+            newlines.append(np.flatnonzero(np.frombuffer(read, dtype=np.uint8) == 10).astype(np.int64) + base)
+        self._sha256 = content.hexdigest()
         ends = np.concatenate([*newlines, np.array([size], dtype=np.int64)])
         starts = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1] + 1])
         keep = ends > starts
@@ -132,8 +143,10 @@ class IndexedJsonl:
 
     def _read_array(self, path: Path) -> None:
         """Parse element by element, so that every row knows the line it starts on."""
+        content = path.read_bytes()
+        self._sha256 = hashlib.sha256(content).hexdigest()
         try:
-            text = path.read_text(encoding="utf-8-sig")
+            text = content.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise DataError(f"{self.name}: not UTF-8 at byte {error.start}; save the file as UTF-8") from error
         decoder = json.JSONDecoder()

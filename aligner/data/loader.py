@@ -2,6 +2,7 @@
 
 Invariants: the order does not depend on the number of ranks, on the batch size or on library versions; every epoch
 visits every sample once; a global batch may begin in one epoch and end in the next; resuming is setting the cursor.
+Another data set or seed is another order: it is read from its beginning, wherever the order before it ended.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from aligner.errors import CheckpointError, DataError
+from aligner.errors import DataError
 
 _MASK = (1 << 64) - 1
 
@@ -39,10 +40,12 @@ def _mix(x: np.ndarray) -> np.ndarray:
 class ShardedOrder:
     """The stream of global batches over a data set of ``num_samples``. Every rank holds an equal copy.
 
-    ``cursor`` is the number of samples handed out since the start of training, over all epochs.
+    ``cursor`` is the number of samples handed out since the start of training, over all epochs and data sets;
+    ``origin`` is where in that count the data set of now began.
     """
 
-    def __init__(self, num_samples: int, global_batch_size: int, seed: int) -> None:
+    def __init__(self, num_samples: int, global_batch_size: int, seed: int, fingerprint: str = "") -> None:
+        """``fingerprint`` tells the data set from others of the same size."""
         if num_samples < 1:
             raise DataError("empty data set: there is no sample to draw; check the data path and filters")
         if global_batch_size < 1:
@@ -50,19 +53,21 @@ class ShardedOrder:
         self.num_samples = num_samples
         self.global_batch_size = global_batch_size
         self.seed = seed
+        self.fingerprint = fingerprint
         self.cursor = 0
+        self.origin = 0
         self._order: tuple[int, np.ndarray] | None = None  # (epoch, its permutation)
 
     @property
     def epoch(self) -> float:
-        """Epochs handed out so far."""
-        return self.cursor / self.num_samples
+        """Epochs of the data set handed out so far."""
+        return (self.cursor - self.origin) / self.num_samples
 
     def next_batch(self) -> list[int]:
         """Data-set indices of the next global batch, [global_batch_size]; moves the cursor."""
         indices: list[int] = []
         while len(indices) < self.global_batch_size:
-            epoch, position = divmod(self.cursor + len(indices), self.num_samples)
+            epoch, position = divmod(self.cursor - self.origin + len(indices), self.num_samples)
             take = self.global_batch_size - len(indices)
             indices += self._epoch(epoch)[position : position + take].tolist()
         self.cursor += self.global_batch_size
@@ -75,17 +80,19 @@ class ShardedOrder:
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor, and what it is a cursor of."""
-        return {"cursor": self.cursor, "num_samples": self.num_samples, "seed": self.seed}
+        return {"cursor": self.cursor, "origin": self.origin, **self._order_key()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved cursor. CheckpointError when the data set or the seed is another one."""
-        for name in ("num_samples", "seed"):
-            if state[name] != getattr(self, name):
-                raise CheckpointError(
-                    f"data order: the checkpoint has {name}={state[name]}, this run {getattr(self, name)}; "
-                    "resume with the same data and seed, or start a new run directory"
-                )
+        """Continue at a saved cursor. One of another order (whether that is meant is checked elsewhere) begins there.
+
+        Another batch size goes on where the old one ended: the cursor counts samples.
+        """
         self.cursor = int(state["cursor"])
+        is_same = all(state[name] == value for name, value in self._order_key().items())
+        self.origin = int(state["origin"]) if is_same else self.cursor
+
+    def _order_key(self) -> dict[str, Any]:
+        return {"num_samples": self.num_samples, "seed": self.seed, "fingerprint": self.fingerprint}
 
 
 def rows_of_rank(indices: Sequence[Any], dp_rank: int, dp: int) -> list[int]:

@@ -158,16 +158,23 @@ class Tokenizer:
 
         Equal fingerprints: every conversation has equal ids.
         """
+        return _sha256([self.vocabulary_digest(), self.template_digest()])
+
+    def vocabulary_digest(self) -> str:
+        """The part of :meth:`fingerprint` that turns text into ids, and the ids that end a response."""
         parts: dict[str, Any] = {
             "vocabulary": self._backend.get_vocab(),
-            "template": self._backend.chat_template,
             "special": {name: str(token) for name, token in self._backend.special_tokens_map.items()},
             "stops": self.stop_token_ids,
         }
         if getattr(self._backend, "is_fast", False):
             pipeline = json.loads(self._backend.backend_tokenizer.to_str())
             parts["pipeline"] = {k: v for k, v in pipeline.items() if k not in ("truncation", "padding")}
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        return _sha256(parts)
+
+    def template_digest(self) -> str:
+        """The part of :meth:`fingerprint` that turns conversations into text."""
+        return _sha256(self._backend.chat_template)
 
     def check_vocabulary(self, model_vocab_size: int) -> None:
         """ModelError when a token id of this tokenizer has no row in a model of ``model_vocab_size`` entries."""
@@ -255,6 +262,10 @@ class Tokenizer:
         tail = text[text.rindex(_PROBE) + len(_PROBE) :]
         ends = [(tail.index(token), tail.index(token) + len(token)) for token in self._added_tokens if token in tail]
         return tail[: min(ends)[1]] if ends else ""
+
+
+def _sha256(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _generation_config_stops(directory: Path) -> list[int]:

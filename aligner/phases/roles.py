@@ -6,6 +6,7 @@ itself has saved is built empty here and filled by the checkpoint (``algorithms/
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from aligner.checkpoint import manifest
-from aligner.checkpoint.checkpointer import Checkpointer, read_extra
+from aligner.checkpoint.checkpointer import read_extra
 from aligner.checkpoint.initialize import Source, initialize_role
 from aligner.config.hf_config import Architecture, read_architecture
 from aligner.config.schedule import optimizer_steps
@@ -36,6 +37,7 @@ from aligner.rewards.protocol import Reward
 from aligner.rewards.standardize import ScoreStatistics
 from aligner.weights.hub import resolve_model_directory
 
+FROZEN = ("reference", "reward")  # roles of PPO that are not saved with the run
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -62,10 +64,23 @@ class PPORoles:
 def role_files(role: Any) -> RoleFiles:
     """Architecture and tokenizer of ``role``, from its source. Raises ModelError."""
     directory = resolve_model_directory(model_files(role_source(role)))
-    architecture = read_architecture(directory)
-    tokenizer = load_tokenizer(resolve_model_directory(role.model.tokenizer) if role.model.tokenizer else directory)
+    return _read_files(directory, resolve_model_directory(role.model.tokenizer) if role.model.tokenizer else directory)
+
+
+@functools.lru_cache(maxsize=8)  # roles share files, and a tokenizer takes a second to read
+def _read_files(directory: Path, tokenizer_directory: Path) -> RoleFiles:
+    architecture, tokenizer = read_architecture(directory), load_tokenizer(tokenizer_directory)
     tokenizer.check_vocabulary(architecture.vocab_size)
     return RoleFiles(directory, architecture, tokenizer)
+
+
+def files_of_roles(root: Any) -> dict[str, RoleFiles]:
+    """Architecture and tokenizer of each model of a training run, by role. Raises ModelError."""
+    if isinstance(root, PPORoot):
+        critic = replace(root.critic, init_from=ppo_sources(root)["critic"])
+        roles = {"actor": root.actor, "critic": critic, "reference": root.reference, "reward": root.reward}
+        return {name: role_files(role) for name, role in roles.items() if name in ppo_sources(root)}
+    return {"reward": role_files(root.reward)} if isinstance(root, RMRoot) else {"actor": role_files(root.actor)}
 
 
 def build_role(
@@ -127,7 +142,7 @@ def load_trained_reward(root: RMRoot, context: RunContext) -> tuple[RoleModel, T
 def load_ppo_roles(root: PPORoot, context: RunContext) -> PPORoles:
     """Actor, critic, reference and reward. Collective."""
     seed = root.trainer.seed
-    sources = pin_sources(context, ppo_sources(root))
+    sources = pin_sources(context, ppo_sources(root), FROZEN)
     actor, tokenizer = _load_trained("actor", root.actor, sources["actor"], root, context, head="lm")
     reference_files = on_all_ranks(lambda: role_files(root.reference))
     on_all_ranks(lambda: _require_same_tokenizer("reference", reference_files.tokenizer, tokenizer))
@@ -176,12 +191,11 @@ def reward_statistics(source: Source) -> ScoreStatistics:
 
 def _load_critic(root: PPORoot, source: Source, tokenizer: Tokenizer, context: RunContext) -> RoleModel:
     """The critic from a reward model (its standardisation absorbed by the head), from a policy, or from a critic."""
-    given = ppo_sources(root)["critic"]
-    files = on_all_ranks(lambda: role_files(replace(root.critic, init_from=given)))
+    files = on_all_ranks(lambda: files_of_roles(root)["critic"])
     on_all_ranks(lambda: _require_same_tokenizer("critic", files.tokenizer, tokenizer))
     horizon = optimizer_steps(root)["critic"]
     critic = build_role("critic", root.critic, files, head="scalar", seed=root.trainer.seed, horizon=horizon)
-    if _is_resumed(context):
+    if context.resume_from is not None:
         return critic
     if fill(critic, source, ("critic", "reward", "actor"), needs_head=False) == "reward" and root.reward.standardize:
         statistics = on_all_ranks(lambda: reward_statistics(source))
@@ -197,7 +211,7 @@ def _load_trained(
     topology = build_topology(Degrees.from_config(role.parallel), make_global=True)
     seed_everything(root.trainer.seed, topology)
     model = build_role(name, role, files, head=head, seed=root.trainer.seed, horizon=optimizer_steps(root)[name])
-    if not _is_resumed(context):
+    if context.resume_from is None:
         fill(model, source, ("reward", "actor") if name == "reward" else ("actor",), needs_head=head == "lm")
     on_all_ranks(lambda: keep_model_files(files, context))
     return model, files.tokenizer
@@ -216,10 +230,6 @@ def keep_model_files(files: RoleFiles, context: RunContext) -> None:
         wanted = file.suffix in (".json", ".jinja", ".txt", ".model") and "index" not in file.name
         if file.is_file() and wanted and file.name != "config.json":
             shutil.copyfile(file, target / file.name)
-
-
-def _is_resumed(context: RunContext) -> bool:
-    return Checkpointer(context.run_dir).newest() is not None
 
 
 def _require_same_tokenizer(role: str, found: Tokenizer, policy: Tokenizer) -> None:

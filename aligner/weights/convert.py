@@ -44,6 +44,23 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 COPIED = ("*.json", "*.model", "*.jinja", "*.txt", "LICENSE*")
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files that a Hugging Face directory consists of. Raises ModelError when there are none."""
+    index, single = directory / INDEX_FILE, directory / SINGLE_FILE
+    if index.is_file():
+        try:
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ModelError(f"{index}: not a safetensors index ({error})") from None
+        return sorted({directory / file for file in names.values()})
+    if not single.is_file():
+        raise ModelError(
+            f"{directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}; "
+            "only safetensors weights are read (save the model with transformers' save_pretrained)"
+        )
+    return [single]
+
+
 class HFWeights:
     """The safetensors files of a directory: where each tensor is, and slices of it. Raises :class:`ModelError`."""
 
@@ -51,24 +68,9 @@ class HFWeights:
         self.directory = Path(directory)
         self.files: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        for path in self._paths():
+        for path in weight_files(self.directory):
             for name, shape in _read_shapes(path).items():
                 self.files[name], self.shapes[name] = path, shape
-
-    def _paths(self) -> list[Path]:
-        index, single = self.directory / INDEX_FILE, self.directory / SINGLE_FILE
-        if index.is_file():
-            try:
-                names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise ModelError(f"{index}: not a safetensors index ({error})") from None
-            return sorted({self.directory / file for file in names.values()})
-        if not single.is_file():
-            raise ModelError(
-                f"{self.directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}; "
-                "only safetensors weights are read (save the model with transformers' save_pretrained)"
-            )
-        return [single]
 
     def check(self, arch: Architecture, table: Sequence[Entry], optional: Collection[str]) -> None:
         """Every tensor that the whole model needs is there with the right shape, and nothing is left over."""

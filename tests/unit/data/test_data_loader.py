@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from aligner.data.loader import ShardedOrder, epoch_order, rows_of_rank
-from aligner.errors import CheckpointError, DataError
+from aligner.errors import DataError
 
 
 def stream(order: ShardedOrder, batches: int) -> list[int]:
@@ -59,13 +59,30 @@ def test_resume_at_every_step(num_samples: int, size: int) -> None:
         assert [resumed.next_batch() for _ in range(12 - step)] == batches[step:]
 
 
-def test_a_cursor_of_other_data_is_refused() -> None:
-    state = ShardedOrder(10, 4, 1).state_dict()
-    with pytest.raises(CheckpointError, match="num_samples=10, this run 11"):
-        ShardedOrder(11, 4, 1).load_state_dict(state)
-    with pytest.raises(CheckpointError, match="seed=1, this run 2"):
-        ShardedOrder(10, 4, 2).load_state_dict(state)
-    ShardedOrder(10, 5, 1).load_state_dict(state)  # another batch size is fine: the cursor counts samples
+@pytest.mark.parametrize("other", [(11, 1, "a"), (10, 2, "a"), (10, 1, "b")])
+def test_another_order_is_read_from_its_beginning(other: tuple[int, int, str]) -> None:
+    before = ShardedOrder(10, 4, 1, "a")
+    for _ in range(3):
+        before.next_batch()
+    num_samples, seed, fingerprint = other
+    now = ShardedOrder(num_samples, 4, seed, fingerprint)
+    now.load_state_dict(before.state_dict())
+    assert (now.cursor, now.origin, now.epoch) == (12, 12, 0.0)  # samples are counted on
+    fresh = ShardedOrder(num_samples, 4, seed, fingerprint)
+    assert [now.next_batch() for _ in range(5)] == [fresh.next_batch() for _ in range(5)]
+    resumed = ShardedOrder(num_samples, 4, seed, fingerprint)  # and once more, inside the new order
+    resumed.load_state_dict(now.state_dict())
+    assert (resumed.cursor, resumed.origin) == (32, 12)
+    assert resumed.next_batch() == fresh.next_batch()
+
+
+def test_another_batch_size_goes_on_where_the_old_one_ended() -> None:
+    expected = stream(ShardedOrder(10, 1, 1), 40)
+    order = ShardedOrder(10, 4, 1)
+    seen = stream(order, 3)
+    larger = ShardedOrder(10, 7, 1)
+    larger.load_state_dict(order.state_dict())
+    assert seen + stream(larger, 4) == expected
 
 
 def test_ranks_share_the_rows_of_a_batch() -> None:
