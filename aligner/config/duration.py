@@ -6,7 +6,7 @@ import re
 
 from aligner.errors import ConfigError
 
-_FORM = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
+_FORM = re.compile(r"(?:(?P<days>\d{1,9})-)?(?P<parts>\d{1,9}(?::\d{1,9}){0,2})", re.ASCII)
 
 
 def parse_duration(text: str, key: str = "trainer.max_time") -> float:
