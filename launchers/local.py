@@ -1,7 +1,9 @@
-"""Ranks on this machine, under torch elastic's Python API: its own store on loopback, a free port, one process a rank.
+"""Ranks on this machine, under torch elastic's agent: its own store on loopback, a free port, one process a rank.
 
 Each rank is ``python -m <module> <arguments>``, the same process that torchrun starts. When one rank ends with an error
-the agent ends the others; the rank has said why on stderr, so nothing more than a missing explanation is added here.
+the others end too: by themselves, or after ``END_OTHERS_S`` by SIGKILL. What died of something that may pass (a signal,
+a bug, a hang) is started again from its last checkpoint as often as allowed; the agent's own restarts are not used,
+because they do not look at exit codes. A rank has said why it ended on stderr, so only what is missing is added here.
 """
 
 from __future__ import annotations
@@ -10,49 +12,133 @@ import logging
 import os
 import signal
 import sys
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-SHUTDOWN_TIMEOUT_S = 10  # from SIGTERM to SIGKILL for the other ranks when one has failed
+from launchers.stop_forwarding import StopForwarding
+
+END_OTHERS_S = 15  # for the other ranks to end by themselves when one has failed; their watchdogs need 11
 RANK_FAILURE = 8  # exit code of a rank that stops because of another's error
-LAUNCHER_PID = "ALIGNER_LAUNCHER_PID"  # environment variable: ranks end when this process does
 BUG = 70  # exit code of a rank that has left its traceback in the run directory
+HUNG = 72  # exit code of a rank that has left its stacks there
+STOPPED = (75, 76)  # exit codes that all ranks agreed on
+INTERRUPTED = 130
+UNCAUGHT = 1  # of Python itself: peers got lost while this rank was ending
+LAUNCHER_PID = "ALIGNER_LAUNCHER_PID"  # environment variable: ranks end when this process does
+RESTART_COUNT = "ALIGNER_RESTART_COUNT"  # environment variable: how often this launcher has started the ranks again
+_AGENT_SIGNALS = "SIGQUIT"  # what the agent itself turns into the end of the ranks
 
 
-def launch(module: str, arguments: Sequence[str], ranks: int, threads: int | None, run_dir: Path) -> int:
+def launch(
+    module: str,
+    arguments: Sequence[str],
+    ranks: int,
+    threads: int | None,
+    run_dir: Path,
+    *,
+    max_restarts: int = 0,
+    restart_window: float = 3600.0,
+    stop_grace: float = 600.0,
+) -> int:
     """Run ``python -m module *arguments`` as ``ranks`` ranks and wait; returns the exit code of the job.
+
+    SIGTERM, SIGINT and SIGUSR1 to this process are forwarded to the ranks, which save and end.
 
     Args:
         threads: CPU threads a rank; None: cores // ranks, unless OMP_NUM_THREADS is set.
         run_dir: where ranks leave their tracebacks; messages name it.
+        max_restarts: within ``restart_window`` seconds, after a death that may not happen again.
+        stop_grace: seconds from a forwarded signal to SIGKILL. A second SIGINT kills at once.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    command = ["-m", module, *arguments]
+    restarts: list[float] = []
+    count = 0
+    with StopForwarding(stop_grace) as forwarding, _silent_logging():
+        while True:
+            with _environment(rank_threads(ranks, threads), count):
+                codes = _one_life(command, ranks, forwarding)
+            if forwarding.at_once:
+                return INTERRUPTED
+            codes = {rank: code for rank, code in codes.items() if rank not in forwarding.killed} or codes
+            if not codes:
+                return 0
+            rank, code = _cause(codes)
+            now = time.monotonic()
+            restarts = [then for then in restarts if now - then < restart_window]
+            if forwarding.asked or not _may_pass(code) or len(restarts) >= max_restarts:
+                if restarts and _may_pass(code) and not forwarding.asked:
+                    print(f"error: {len(restarts)} restarts in {restart_window:.0f} s were not enough", file=sys.stderr)
+                return _explain(codes, run_dir)
+            restarts.append(now)
+            count += 1
+            _keep_errors(run_dir, count)
+            print(
+                f"{_what_happened(rank, code)}; restart {len(restarts)} of {max_restarts} from the last checkpoint",
+                file=sys.stderr,
+                flush=True,
+            )
 
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
+
+def _one_life(command: Sequence[str], ranks: int, forwarding: StopForwarding) -> dict[int, int]:
+    """Start the ranks and wait; the exit codes of those that failed."""
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    place = {"backend": "c10d", "endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1", "timeout": 900}
+    rendezvous = get_rendezvous_handler(
+        RendezvousParameters(run_id=uuid.uuid4().hex, min_nodes=1, max_nodes=1, **place)  # type: ignore[arg-type]
+    )
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=ranks,
+        entrypoint=sys.executable,
+        args=tuple(command),
+        rdzv_handler=rendezvous,
         max_restarts=0,
         monitor_interval=0.1,
-        shutdown_timeout=SHUTDOWN_TIMEOUT_S,
+        local_addr="127.0.0.1",
     )
-    with _environment(rank_threads(ranks, threads)), _silent_logging():
-        try:
-            elastic_launch(config, sys.executable)("-m", module, *arguments)
-        except ChildFailedError as error:
-            return _explain({rank: failure.exitcode for rank, failure in error.failures.items()}, run_dir)
-        except SignalException as error:
-            print(f"error: stopped by {error.sigval.name}", file=sys.stderr)
-            return 128 + int(error.sigval)
-    return 0
+    agent = LocalElasticAgent(spec, DefaultLogsSpecs())
+    _hand_over_processes(agent, forwarding)
+    try:
+        result = agent.run()
+    except SignalException as error:
+        print(f"error: stopped by {error.sigval.name}", file=sys.stderr)
+        return dict.fromkeys(range(ranks), -int(error.sigval))
+    finally:
+        rendezvous.shutdown()
+    return {rank: failure.exitcode for rank, failure in result.failures.items()}
+
+
+def _hand_over_processes(agent: Any, forwarding: StopForwarding) -> None:
+    """Give the agent's processes to ``forwarding`` when they have started, and let it end them.
+
+    The agent would send SIGTERM, which a rank takes as a request to save, and wait for half a minute.
+    """
+    start_workers = agent._start_workers
+
+    def start(group: Any) -> Any:
+        pids = start_workers(group)
+        context = agent._pcontext
+        close = context.close
+
+        def end(death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+            if death_sig in (None, signal.SIGTERM):
+                forwarding.end(END_OTHERS_S)
+            close(death_sig, timeout)
+
+        context.close = end
+        forwarding.watch({rank: handler.proc for rank, handler in context.subprocess_handlers.items()})
+        return pids
+
+    agent._start_workers = start
 
 
 def rank_threads(ranks: int, threads: int | None) -> int:
@@ -64,29 +150,73 @@ def rank_threads(ranks: int, threads: int | None) -> int:
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
+def _may_pass(code: int) -> bool:
+    """Whether a rank that ended so may do better from the last checkpoint."""
+    return code < 0 or code in (BUG, HUNG, RANK_FAILURE)
+
+
+def _cause(exit_codes: Mapping[int, int]) -> tuple[int, int]:
+    """The rank, with its exit code, that says best why the job ended."""
+    ended = -signal.SIGTERM  # while it started, because another rank had failed
+
+    def weight(item: tuple[int, int]) -> tuple[bool, bool, bool, int]:
+        rank, code = item
+        return code not in STOPPED, code == ended, code in (RANK_FAILURE, UNCAUGHT), rank
+
+    return min(exit_codes.items(), key=weight)
+
+
+def _what_happened(rank: int, code: int) -> str:
+    if code < 0:
+        return f"rank {rank} was killed by {signal.Signals(-code).name}"
+    return f"rank {rank} " + {BUG: "failed", HUNG: "hung", RANK_FAILURE: "lost another rank"}[code]
+
+
 def _explain(exit_codes: Mapping[int, int], run_dir: Path) -> int:
     """The job's exit code from those of the failed ranks; says what a rank could not say itself."""
-    stopped = -signal.SIGTERM  # by the agent, because another rank had failed
-    rank, code = min(exit_codes.items(), key=lambda item: (item[1] == stopped, item[1] == RANK_FAILURE, item[0]))
+    rank, code = _cause(exit_codes)
     if code >= 0:
         marker = run_dir / "errors" / f"rank_{rank}.txt"
         if code == BUG and marker.is_file():
             print(f"error: rank {rank} failed; its traceback is in {marker}", file=sys.stderr)
         return code
-    name = signal.Signals(-code).name
-    hint = "; the machine may have run out of memory" if name == "SIGKILL" else ""
-    print(f"error: rank {rank} was killed by {name}{hint}", file=sys.stderr)
+    hint = "; the machine may have run out of memory" if code == -signal.SIGKILL else ""
+    print(f"error: {_what_happened(rank, code)}{hint}", file=sys.stderr)
     return 128 - code
 
 
+def _keep_errors(run_dir: Path, count: int) -> None:
+    """Move tracebacks and stacks out of the way of the next life, which removes what it finds: ``errors/restart_1``."""
+    errors = run_dir / "errors"
+    found = [*errors.glob("rank_*.txt"), *errors.glob("stacks_rank_*.txt")]
+    if not found:
+        return
+    try:
+        while (errors / f"restart_{count}").exists():  # of an earlier launcher
+            count += 1
+        (errors / f"restart_{count}").mkdir()
+        for path in found:
+            path.rename(errors / f"restart_{count}" / path.name)
+    except OSError as error:
+        print(f"error: {errors}: {error.strerror or error}; tracebacks are lost", file=sys.stderr)
+
+
 @contextmanager
-def _environment(threads: int) -> Iterator[None]:
-    values = {"OMP_NUM_THREADS": str(threads), LAUNCHER_PID: str(os.getpid())}
+def _environment(threads: int, restarts: int) -> Iterator[None]:
+    values = {
+        "OMP_NUM_THREADS": str(threads),
+        LAUNCHER_PID: str(os.getpid()),
+        RESTART_COUNT: str(restarts),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": _AGENT_SIGNALS,
+    }
     before = {name: os.environ.get(name) for name in values}
+    before_quit = signal.getsignal(signal.SIGQUIT)
     os.environ.update(values)
     try:
         yield
     finally:
+        if signal.getsignal(signal.SIGQUIT) != before_quit:
+            signal.signal(signal.SIGQUIT, before_quit)
         for name, value in before.items():
             if value is None:
                 del os.environ[name]

@@ -51,6 +51,7 @@ def run_rank(root: Any, body: Callable[[Any, RunContext], None]) -> int:
     signals.install()
     end_with_launcher()
     step, reason = None, "finished"
+    failure: AlignerError | None = None
     try:
         context = start_rank(root, signals)
         body(root, context)
@@ -60,19 +61,22 @@ def run_rank(root: Any, body: Callable[[Any, RunContext], None]) -> int:
     except KeyboardInterrupt:
         code, reason = exit_codes.INTERRUPTED, "interrupted"
     except AlignerError as error:
-        reason = f"{type(error).__name__}: {error}"
-        if is_new and platform.rank() == 0:
-            tidy_up(context.run_dir if context else given)
-        code = _report_error(error)
+        code, reason, failure = error.exit_code, f"{type(error).__name__}: {error}", error
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         if _is_lost_peer(error):
-            code = _report_error(RankFailure(f"lost its peers in a collective: {str(error).splitlines()[0]}"))
+            failure = RankFailure(f"lost its peers in a collective: {str(error).splitlines()[0]}")
+            code = failure.exit_code
         else:
             code = _report_bug(context.run_dir if context else root.run.dir)
     else:
         code = 0
     _close(root, context, step, reason, code)
+    if failure is not None:
+        if is_new and platform.rank() == 0:
+            tidy_up(context.run_dir if context else given)
+        signals.uninstall()  # from here on the launcher's SIGTERM ends this rank: another has said why
+        _report_error(failure)
     agreed = code in (0, exit_codes.STOPPED, exit_codes.STOPPED_RESTART)
     if platform.world_size() > 1 and not agreed:
         sys.stdout.flush()
@@ -127,7 +131,7 @@ def end_with_launcher() -> None:
     threading.Thread(target=watch, daemon=True, name="end-with-launcher").start()
 
 
-def _report_error(error: AlignerError) -> int:
+def _report_error(error: AlignerError) -> None:
     """Print the error on a rank that found it; see the delays above for why it appears once."""
     rank, several = platform.rank(), platform.world_size() > 1
     if isinstance(error, RankFailure) and several:
@@ -136,7 +140,6 @@ def _report_error(error: AlignerError) -> int:
         time.sleep(_OTHER_RANK_DELAY_S)
     place = f"[rank {rank}] " if rank > 0 else ""
     print(f"error: {place}{error}", file=sys.stderr, flush=True)
-    return error.exit_code
 
 
 def _is_lost_peer(error: Exception) -> bool:
