@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from aligner.config import schema
+from aligner.config.duration import parse_duration
 from aligner.config.section import Section
 from aligner.errors import ConfigError
 
@@ -133,6 +134,8 @@ def check_values(root: Section) -> None:
             _check_optimizer(prefix, section)
         if isinstance(section, schema.SamplingConfig):
             _check_sampling(prefix, section)
+        if isinstance(section, schema.TrainerConfig) and section.max_time is not None:
+            parse_duration(section.max_time, f"{prefix}max_time")
 
 
 def sections(root: Section, prefix: str = "") -> Iterator[tuple[str, Section]]:

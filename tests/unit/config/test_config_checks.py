@@ -77,6 +77,8 @@ def test_recipes_pass_the_checks(recipe: str, command: str, monkeypatch: pytest.
         ("sft", "trainer.devices=0", "must be 1 or more"),
         ("sft", "trainer.seed=-1", "between 0 and"),
         ("sft", "trainer.save_interval=-5", "must be 0 or more"),
+        ("sft", "trainer.max_time=soon", "trainer.max_time='soon' must be seconds, [HH:]MM:SS or D-HH[:MM[:SS]]"),
+        ("ppo", "trainer.max_time=1:75:00", "must have fewer than 24 hours, 60 minutes and 60 seconds"),
         ("sft", "model.dtype=float16", "must be bfloat16 or float32"),
         ("rm", "reward.model.dtype=int8", "reward.model.dtype=int8: must be bfloat16 or float32"),
         ("sft", "actor.optimizer.lr=0", "actor.optimizer.lr=0.0: must be a number above 0"),
