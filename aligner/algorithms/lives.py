@@ -6,6 +6,7 @@ from aligner.distributed.collectives import broadcast_object, on_all_ranks
 from aligner.distributed.context import RunContext
 from aligner.distributed.stop import StopRequest
 from aligner.monitoring import lives
+from aligner.rollout.buffer import kept_samples
 
 
 def ask_for_restart(context: RunContext, request: StopRequest, step: int) -> bool:
@@ -17,7 +18,8 @@ def ask_for_restart(context: RunContext, request: StopRequest, step: int) -> boo
     def decide() -> bool:
         if context.rank != 0 or not request.restart:
             return False
-        if lives.no_progress(lives.read_lives(context.run_dir), step=step):
+        samples = kept_samples(context.run_dir, step + 1)
+        if lives.no_progress(lives.read_lives(context.run_dir), step=step, samples=samples):
             print("the last restarts made no progress, so no further one is asked for", flush=True)
             return False
         lives.request_restart(context.run_dir, request.reason)

@@ -6,7 +6,9 @@ rank holds the whole batch of a step on the CPU; each role computes the rows of 
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from aligner.algorithms.ppo_checks import check_first_rollout
 from aligner.algorithms.ppo_metrics import rollout_metrics
@@ -50,6 +52,15 @@ class PPO:
         """What log-probs of policy and reference are taken at; greedy rollouts are scored at 1."""
         return self.sampling.temperature or 1.0
 
+    @property
+    def sampled_with(self) -> dict[str, Any]:
+        """What samples depend on besides prompts and weights."""
+        return {
+            **dataclasses.asdict(self.sampling),
+            "seed": self.config.trainer.seed,
+            "samples_per_prompt": self.config.ppo.samples_per_prompt,
+        }
+
 
 def run(root: PPORoot, context: RunContext) -> None:
     """Train actor and critic until ``trainer.max_steps``. Collective."""
@@ -70,7 +81,7 @@ def run(root: PPORoot, context: RunContext) -> None:
         validate=validate_policy if ppo.validation is not None else None,
         shown=(names.REWARDS_MEAN, names.INIT_POLICY_KL, names.RESPONSE_LENGTH_MEAN, names.CLIP_FRACTION),
     ) as training:
-        chunks = RolloutChunks(context, training)
+        chunks = RolloutChunks(context, training, ppo.sampled_with)
         for step in training.steps():
             batch, metrics = ppo_step(ppo, training, chunks, step)
             # 5 FINISH: validate, log, save; stop when asked to

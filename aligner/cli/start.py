@@ -26,6 +26,7 @@ from aligner.errors import ConfigError
 from aligner.monitoring import lives
 from aligner.monitoring.logger import METRICS_FILE, TENSORBOARD_DIR
 from aligner.phases.sources import SOURCES_FILE
+from aligner.rollout.buffer import kept_samples
 
 LEASE_LOST = "another process took over the run directory"
 
@@ -80,7 +81,8 @@ def start_rank(root: Any, signals: StopSignals | None = None) -> RunContext:
 
 def _begin_life(context: RunContext, resume_from: Path | None) -> RunContext:
     if context.rank == 0:
-        lives.begin_life(context.run_dir, start_step=step_of(resume_from))
+        step = step_of(resume_from)
+        lives.begin_life(context.run_dir, start_step=step, start_samples=kept_samples(context.run_dir, step + 1))
     return replace(context, resume_from=resume_from)
 
 

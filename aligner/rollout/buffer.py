@@ -1,8 +1,10 @@
 """The finished rollout chunks of an unfinished step, kept between two lives of a run.
 
 ``RUN/rollouts/step_<step>/chunk_<i>/`` holds what :meth:`RolloutBatch.save` writes; ``manifest.json`` beside it names
-the step, the checkpoint whose weights sampled the chunks (by the sha256 of its manifest), and size and sha256 of every
-file. The directory is published by rename. Chunks only save time: whatever is wrong with them, they are sampled again.
+the step, the checkpoint whose weights sampled the chunks (by the sha256 of its manifest), what they were sampled with
+(seed, sampling parameters: the next life may have others), and size and sha256 of every file. The directory is
+published by rename; nothing in it is unpickled. Chunks only save time: whatever is wrong with them, they are sampled
+again.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,35 +28,51 @@ MANIFEST_FILE = "manifest.json"
 FORMAT = 1
 
 
-def save_chunks(run_dir: Path, step: int, chunks: Sequence[RolloutBatch], checkpoint_digest: str) -> str:
+def save_chunks(
+    run_dir: Path,
+    step: int,
+    chunks: Sequence[RolloutBatch],
+    checkpoint_digest: str,
+    sampled_with: Mapping[str, Any] | None = None,
+) -> str:
     """Keep ``chunks`` of ``step`` in place of all that were kept before; rank 0 writes.
 
-    ``checkpoint_digest``: of the checkpoint that the step continues from. Returns why nothing is kept, the same on
-    every rank; "" when all is. Collective.
+    ``checkpoint_digest``: of the checkpoint that the step continues from. ``sampled_with``: JSON values. Returns why
+    nothing is kept, the same on every rank; "" when all is. Collective.
     """
     reason = ""
     if rank() == 0:
         try:
-            _write(run_dir / ROLLOUTS_DIRECTORY, step, chunks, checkpoint_digest)
+            _write(run_dir / ROLLOUTS_DIRECTORY, step, chunks, checkpoint_digest, _plain(sampled_with))
         except Exception as error:  # whatever it is, the other ranks must hear of it
             reason = _words(error)
     return broadcast_object(reason)
 
 
-def load_chunks(run_dir: Path, step: int, checkpoint_digest: str) -> list[RolloutBatch]:
-    """The chunks kept of ``step`` that were sampled after the checkpoint of ``checkpoint_digest``.
+def load_chunks(
+    run_dir: Path, step: int, checkpoint_digest: str, sampled_with: Mapping[str, Any] | None = None
+) -> list[RolloutBatch]:
+    """The chunks kept of ``step`` that were sampled from the checkpoint of ``checkpoint_digest`` with ``sampled_with``.
 
-    None are returned when there are none, when one is damaged or when another checkpoint is meant; rank 0 says why and
+    None are returned when there are none, when one is damaged or when they were sampled otherwise; rank 0 says why and
     reads for all. Collective.
     """
     chunks: list[RolloutBatch] = []
     directory = run_dir / ROLLOUTS_DIRECTORY / step_name(step)
     if rank() == 0 and directory.exists():
         try:
-            chunks = _read(directory, step, checkpoint_digest)
+            chunks = _read(directory, step, checkpoint_digest, _plain(sampled_with))
         except Exception as error:
             print(f"{directory}: {_words(error)}; step {step} is sampled anew", flush=True)
     return broadcast_object(chunks)
+
+
+def kept_samples(run_dir: Path, step: int) -> int:
+    """How many samples of ``step`` are kept, by the manifest alone; 0 where there is none. Local."""
+    try:
+        return int(_manifest(run_dir / ROLLOUTS_DIRECTORY / step_name(step), step)["samples"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return 0
 
 
 def drop_chunks(run_dir: Path) -> None:
@@ -63,8 +81,10 @@ def drop_chunks(run_dir: Path) -> None:
         shutil.rmtree(run_dir / ROLLOUTS_DIRECTORY, ignore_errors=True)
 
 
-def _write(rollouts: Path, step: int, chunks: Sequence[RolloutBatch], checkpoint_digest: str) -> None:
-    temporary = rollouts / f".tmp-{step_name(step)}"
+def _write(
+    rollouts: Path, step: int, chunks: Sequence[RolloutBatch], checkpoint_digest: str, sampled_with: dict[str, Any]
+) -> None:
+    temporary, published = rollouts / f".tmp-{step_name(step)}", rollouts / step_name(step)
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         files = {}
@@ -78,28 +98,42 @@ def _write(rollouts: Path, step: int, chunks: Sequence[RolloutBatch], checkpoint
             "format": FORMAT,
             "step": step,
             "checkpoint": checkpoint_digest,
+            "sampled_with": sampled_with,
+            "samples": sum(len(chunk) for chunk in chunks),
             "chunks": len(chunks),
             "files": files,
         }
         write_file(temporary / MANIFEST_FILE, json.dumps(content, indent=1).encode())
         sync(temporary)
-        for other in rollouts.iterdir():
-            if other != temporary:
-                shutil.rmtree(other)
-        os.rename(temporary, rollouts / step_name(step))
+        if published.exists():  # a directory cannot be replaced at once: between the two renames nothing is kept
+            shutil.rmtree(rollouts / ".old", ignore_errors=True)
+            os.rename(published, rollouts / ".old")
+        os.rename(temporary, published)
         sync(rollouts)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    for other in rollouts.iterdir():
+        if other != published:
+            shutil.rmtree(other, ignore_errors=True)
 
 
-def _read(directory: Path, step: int, checkpoint_digest: str) -> list[RolloutBatch]:
-    """The chunks in ``directory``. Raises ValueError and others for everything that is not as it was written."""
+def _manifest(directory: Path, step: int) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((directory / MANIFEST_FILE).read_text(encoding="utf-8"))
     if content["format"] != FORMAT or content["step"] != step:
         raise ValueError(f"holds format {content['format']} of step {content['step']}, not {FORMAT} of step {step}")
+    return content
+
+
+def _read(directory: Path, step: int, checkpoint_digest: str, sampled_with: dict[str, Any]) -> list[RolloutBatch]:
+    """The chunks in ``directory``. Raises ValueError and others for everything that is not as it was written."""
+    content = _manifest(directory, step)
     if content["checkpoint"] != checkpoint_digest:
-        raise ValueError("was sampled after another checkpoint than the one the run continues from")
+        raise ValueError("was sampled from another checkpoint than the one the run continues from")
+    if content["sampled_with"] != sampled_with:
+        before = {name: value for name, value in content["sampled_with"].items() if sampled_with.get(name) != value}
+        now = {name: value for name, value in sampled_with.items() if content["sampled_with"].get(name) != value}
+        raise ValueError(f"was sampled with {before}, not with {now}")
     count, files = int(content["chunks"]), content["files"]
     expected = [name for index in range(min(count, len(files))) for name in _files(index)]
     if count < 1 or sorted(files) != sorted(expected):
@@ -109,6 +143,11 @@ def _read(directory: Path, step: int, checkpoint_digest: str) -> list[RolloutBat
         if problem := file_problem(directory, name, (size, digest)):
             raise ValueError(problem)
     return [RolloutBatch.load(directory / _chunk_name(index)).validate() for index in range(count)]
+
+
+def _plain(sampled_with: Mapping[str, Any] | None) -> dict[str, Any]:
+    """As it comes back from JSON, so that it can be compared."""
+    return json.loads(json.dumps(dict(sampled_with or {})))
 
 
 def _chunk_name(index: int) -> str:
