@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from aligner.algorithms.lives import ask_for_restart
-from aligner.algorithms.resume import accept_resume
+from aligner.algorithms.resume import accept_resume, schedule_remarks
 from aligner.algorithms.saving import Keep, RunSaver
+from aligner.checkpoint.lease import LOST
 from aligner.checkpoint.stateful import Stateful
 from aligner.distributed import faults, platform
 from aligner.distributed.collectives import all_gather_objects, on_all_ranks
 from aligner.distributed.context import RunContext
 from aligner.distributed.deadline import Deadline
 from aligner.distributed.stop import Stopped, StopRequest
-from aligner.errors import TrainingError
+from aligner.errors import RunInUseError, TrainingError
 from aligner.models.role_model import RoleModel
 from aligner.monitoring import metrics as names
 from aligner.monitoring.logger import METRICS_FILE, MetricsLogger
@@ -94,7 +95,7 @@ class TrainingRun:
         self.timers = PhaseTimers(on_enter=self._enter_phase, synchronize=platform.synchronize)
         self.logger = self._open_logger()
         self._row_started = time.perf_counter()
-        self._messages = remarks
+        self._messages = [*remarks, *schedule_remarks(root, models, self.step)]
 
     # ------------------------------------------------------------------ begin and end
 
@@ -128,7 +129,13 @@ class TrainingRun:
         return self.step >= self.trainer.max_steps and self.counters.unvalidated is None
 
     def _end_stopped(self, stopped: Stopped) -> None:
-        """Save the state after the last finished step and say how to go on."""
+        """Save the state after the last finished step and say how to go on.
+
+        Raises:
+            RunInUseError: the run directory is another process's by now, so nothing is saved.
+        """
+        if stopped.request.reason == LOST:
+            raise RunInUseError(f"{self.context.run_dir}: {LOST} after step {self.step}, so this one saves nothing")
         with self.timers("checkpoint"):
             saved = self._saver.save_for_stop(self.step)
         restart = ask_for_restart(self.context, stopped.request, self.step)

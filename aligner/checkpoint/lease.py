@@ -28,6 +28,7 @@ from pathlib import Path
 
 from aligner.errors import ConfigError, RunInUseError
 
+LOST = "another process took over the run directory"  # the reason of a stop that must not save
 LEASE_FILE = "lease.json"
 BEAT_S = 5.0
 STALE_AFTER_S = 60.0

@@ -11,7 +11,7 @@ from typing import Any
 
 from aligner.checkpoint import manifest
 from aligner.checkpoint.checkpointer import Checkpointer
-from aligner.checkpoint.lease import Lease
+from aligner.checkpoint.lease import LOST, Lease
 from aligner.cli.launch import default_run_dir
 from aligner.config.run_file import CONFIG_FILE, check_run_owner, command_of, write_run_config
 from aligner.config.schema import TrainerConfig
@@ -27,8 +27,6 @@ from aligner.monitoring import lives
 from aligner.monitoring.logger import METRICS_FILE, TENSORBOARD_DIR
 from aligner.phases.sources import SOURCES_FILE
 from aligner.rollout.buffer import kept_samples
-
-LEASE_LOST = "another process took over the run directory"
 
 
 def start_rank(root: Any, signals: StopSignals | None = None) -> RunContext:
@@ -96,7 +94,7 @@ def _take(run_dir: Path, root: Any, signals: StopSignals) -> Lease:
     try:
         exists = check_run_owner(run_dir, command_of(root))
         run_dir.mkdir(parents=True, exist_ok=True)
-        lease = Lease.acquire(run_dir, on_lost=lambda: signals.request(LEASE_LOST, restart=False))
+        lease = Lease.acquire(run_dir, on_lost=lambda: signals.request(LOST, restart=False))
         lives.clear_endings(run_dir)
         if not exists or not hasattr(
             root, "checkpoint"
