@@ -10,6 +10,8 @@ COMMANDS: dict[str, str] = {
     "evaluate": "compare checkpoints on fixed prompts",
     "pairs": "label sampled responses by a rule into preference pairs",
     "convert": "GGUF file, run or checkpoint to a Hugging Face directory",
+    "submit": "sft, rm, ppo, generate or evaluate as a job on a Slurm cluster",
+    "status": "where a run stands: job, step, metrics, checkpoint, restarts",
     "report": "one self-contained HTML page about a run",
     "demo": "the whole pipeline on a small chat model",
 }

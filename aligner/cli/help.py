@@ -36,7 +36,7 @@ def command_help(command: str, config_dirs: Sequence[Path] = ()) -> str:
             lines.append(f"  +recipe: {', '.join(shown) or 'none for this command'}")
         else:
             lines.append(f"  {group}: {', '.join(options)}")
-    lines += ["", "keys (key=value; the default stands here):", *_key_lines(root, defaults), ""]
+    lines += ["", "keys (key=value; the default stands here):", *key_lines(root, defaults), ""]
     lines += [
         "options:",
         "  --cfg job [--resolve]  print the composed configuration and stop",
@@ -46,14 +46,15 @@ def command_help(command: str, config_dirs: Sequence[Path] = ()) -> str:
     return "\n".join(lines)
 
 
-def _key_lines(section: type[Section], defaults: DictConfig, prefix: str = "") -> list[str]:
+def key_lines(section: type[Section], defaults: DictConfig, prefix: str = "") -> list[str]:
+    """``key=default  # comment`` for every key below ``section``."""
     lines = []
     hints, comments = typing.get_type_hints(section), _comments(section)
     for field in dataclasses.fields(section):  # type: ignore[arg-type]
         annotation = hints[field.name]
         key = f"{prefix}{field.name}"
         if isinstance(annotation, type) and issubclass(annotation, Section):
-            lines += _key_lines(annotation, defaults[field.name], f"{key}.")
+            lines += key_lines(annotation, defaults[field.name], f"{key}.")
             continue
         text = f"  {key}={_text(OmegaConf.to_container(defaults, resolve=False), field.name)}"
         comment = comments.get(field.name, "")

@@ -1,6 +1,6 @@
 """The ``cluster`` section of ``aligner submit``: what a job asks Slurm for, and when it is started again.
 
-``conf/cluster/*.yaml`` holds one file a cluster; any key can be overridden (``cluster.nodes=4``). Imports without torch.
+``conf/cluster/*.yaml``: one file a cluster; any key can be overridden (``cluster.nodes=4``). Imports without torch.
 Values end up on ``#SBATCH`` lines and in a shell script, so what they may hold is checked here, character by character.
 """
 
@@ -86,7 +86,7 @@ class ClusterConfig(Section):
     max_restarts: int = 3  # how often the run is started again after crashes; stops on request do not count
     restart_window: int = 86400  # seconds in which max_restarts is counted
     port_base: int = 20000  # ranks meet at a port from here to 9999 above, chosen by the job id
-    command: list[str] = field(default_factory=list)  # what starts Aligner; empty: this Python, in a container `aligner`
+    command: list[str] = field(default_factory=list)  # starts Aligner; empty: this Python, in a container `aligner`
     env: dict[str, str] = field(default_factory=dict)  # environment variables of the ranks
     sbatch: list[str] = field(default_factory=list)  # further sbatch options, each as --name=value
     container: ContainerConfig = field(default_factory=ContainerConfig)

@@ -32,6 +32,7 @@ ORDER = [
 ]
 MEGATRON_FOLDERS = ("distributed", "models", "weights", "checkpoint")
 CUDA_FOLDERS = ("distributed", "phases")
+_LIGHT_COMMANDS = ("main", "launch", "help", "commands", "exit_codes", "options", "submit", "status")
 SOURCES = sorted((ROOT / "aligner").rglob("*.py"))
 
 
@@ -132,8 +133,8 @@ def test_imports_without_torch(part: str) -> None:
     folder = ROOT / "aligner" / part
     modules = [f"aligner.{part}.{path.stem}" for path in sorted(folder.glob("*.py")) if path.stem != "__init__"]
     if part == "cli":
-        modules = [f"aligner.cli.{name}" for name in ("main", "launch", "help", "commands", "exit_codes", "options")]
-        modules.append("launchers.local")
+        modules = [f"aligner.cli.{name}" for name in _LIGHT_COMMANDS]
+        modules += [f"launchers.{path.stem}" for path in sorted((ROOT / "launchers").glob("*.py"))]
     program = f"""
 import importlib, sys
 for name in {modules!r}:
@@ -155,6 +156,6 @@ def test_no_file_without_a_subject() -> None:
 def test_every_package_travels_in_the_wheel() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     folders = {".".join(path.parent.relative_to(ROOT).parts) for path in SOURCES if path.name == "__init__.py"}
-    folders |= {"launchers", "aligner.conf"}
+    folders |= {"launchers", "aligner.conf", "aligner.slurm"}
     assert sorted(settings["packages"]) == sorted(folders)
-    assert settings["package-dir"] == {"aligner.conf": "conf"}
+    assert settings["package-dir"] == {"aligner.conf": "conf", "aligner.slurm": "slurm"}

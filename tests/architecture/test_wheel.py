@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("aligner", "conf", "launchers", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("aligner", "conf", "launchers", "slurm", "pyproject.toml", "README.md", "LICENSE")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_files_travel(installed: Path) -> None:
-    for folder, place in (("conf", "aligner/conf"), ("launchers", "launchers"), ("aligner/data/builtin",) * 2):
+    places = {"conf": "aligner/conf", "slurm": "aligner/slurm", "launchers": "launchers"}
+    for folder, place in (*places.items(), ("aligner/data/builtin",) * 2):
         wanted = {
             path.relative_to(ROOT / folder)
             for path in (ROOT / folder).rglob("*.*")
@@ -51,8 +52,8 @@ def test_files_travel(installed: Path) -> None:
 
 def test_composes_from_another_directory(installed: Path, tmp_path: Path) -> None:
     program = (
-        "import sys, launchers.local, aligner.config.compose as compose, aligner.cli.main as cli;"
-        "print(compose.conf_directory()); sys.exit(cli.main(['ppo', '--cfg', 'job', 'model=llama3_8b']))"
+        "import sys, launchers.slurm_script as jobs, aligner.config.compose as compose, aligner.cli.main as cli;"
+        "print(compose.conf_directory(), jobs.templates()); sys.exit(cli.main(['ppo', '--cfg', 'job', 'model=llama3_8b']))"
     )
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     result = subprocess.run(
@@ -60,5 +61,5 @@ def test_composes_from_another_directory(installed: Path, tmp_path: Path) -> Non
     )
     assert result.returncode == 0, result.stderr
     where, _, config = result.stdout.partition("\n")
-    assert Path(where) == installed / "aligner" / "conf"
+    assert where == f"{installed / 'aligner' / 'conf'} {installed / 'aligner' / 'slurm'}"
     assert "path: meta-llama/Llama-3.1-8B-Instruct" in config
