@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.algorithms.lives import ask_for_restart
-from aligner.algorithms.resume import accept_resume, schedule_remarks
+from aligner.algorithms.resume import accept_resume, renew_random_states, schedule_remarks
 from aligner.algorithms.saving import Keep, RunSaver
 from aligner.checkpoint.lease import LOST
 from aligner.checkpoint.stateful import Stateful
@@ -90,6 +90,8 @@ class TrainingRun:
         self._saver = RunSaver(context, root.checkpoint, models, self._stateful, identity or {}, self._message)
         remarks = accept_resume(context, root, identity or {})
         self.step = self._saver.restore()
+        renew_random_states(context, root, models)
+        self._saver.settle()
         self._deadline = Deadline(context.deadline)
         self.progress = StepProgress(title, root.trainer.max_steps, rank=context.rank, initial=self.step, shown=shown)
         self.timers = PhaseTimers(on_enter=self._enter_phase, synchronize=platform.synchronize)

@@ -53,12 +53,11 @@ class RunSaver:
         self._disturbed = False
 
     def restore(self) -> int:
-        """Continue from the checkpoint of the context; returns its step, 0 for a new run."""
+        """Continue from the checkpoint of the context; returns its step, 0 for a new run. :meth:`settle` is next."""
         step = 0
         if self._resume_from is not None:
             step = self.checkpointer.load(self._resume_from, self._models, self._stateful)
             self._newest = (step, self._resume_from)
-        self.settle()
         return step
 
     def settle(self) -> None:

@@ -14,12 +14,10 @@ Imports without torch.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from aligner.config.consent import CONSENT, FIXED, FREE, Change, changed_keys, rule_of, why_fixed
+from aligner.config.consent import CONSENT, FIXED, FREE, Change, changed_keys, why_fixed
 from aligner.errors import CheckpointError, ConfigError
 
 ALL = "all"  # in run.accept_changes: every change that may be accepted
@@ -64,24 +62,6 @@ def check_identity(
             f"give {ACCEPT}=[{names}] to continue with the new ones, leave them as they were, or start a new run.dir"
         )
     return _remarks(changes, asked, accepted)
-
-
-def result_digest(identity: Mapping[str, Any]) -> str:
-    """sha256 over all of ``identity`` that results depend on: equal for lives that differ in free settings alone."""
-    settings = {key: value for key, value in _leaves(identity.get("config", {})) if rule_of(key) is not FREE}
-    sources = {role: entry["sha256"] for role, entry in identity.get("sources", {}).items()}
-    data = {key: {**entry, "path": ""} for key, entry in identity.get("data", {}).items()}
-    models = {role: {**entry, "fields": {}} for role, entry in identity.get("models", {}).items()}
-    content = [identity.get("command"), settings, models, sources, data]
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for name, value in values.items():
-        key = f"{prefix}.{name}" if prefix else name
-        found += _leaves(value, key) if isinstance(value, Mapping) and value else [(key, value)]
-    return found
 
 
 # --------------------------------------------------------------------------- what is refused

@@ -14,6 +14,18 @@ def updates_per_step(config: PPOConfig) -> int:
     return config.ppo_epochs * -(-samples // config.mini_batch_size)
 
 
+def remaining_updates(root: Any, step: int) -> dict[str, int]:
+    """Optimizer steps that each trained role still makes when ``step`` steps are done."""
+    steps = root.trainer.max_steps
+    if isinstance(root, schema.PPORoot):
+        updates = updates_per_step(root.ppo)
+        return {
+            "actor": max(0, steps - max(step, root.ppo.critic_warmup_steps)) * updates,
+            "critic": (steps - step) * updates,
+        }
+    return {"reward" if isinstance(root, schema.RMRoot) else "actor": steps - step}
+
+
 def optimizer_steps(root: Any) -> dict[str, int]:
     """Optimizer steps of the whole run for each trained role: the length of a schedule without ``decay_steps``."""
     steps = root.trainer.max_steps

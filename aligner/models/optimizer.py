@@ -67,3 +67,14 @@ def build_scheduler(
         wd_incr_steps=decay_steps,
         wd_incr_style="constant",
     )
+
+
+def schedule_remark(name: str, scheduler: OptimizerParamScheduler, updates: int) -> str:
+    """What is to be known when ``updates`` optimizer steps of role ``name`` are still to come; "" for nothing."""
+    total = scheduler.num_steps + updates
+    if scheduler.lr_decay_style == "constant" or total <= scheduler.lr_decay_steps:
+        return ""
+    return (
+        f"{name}: the schedule ends after {scheduler.lr_decay_steps} of {total} optimizer steps, the rest has "
+        f"min_lr={scheduler.min_lr:g}; {name}.optimizer.decay_steps changes that"
+    )

@@ -48,6 +48,7 @@ class AdaptiveKL:
 
     def __init__(self, coef: float, target: float, horizon: int) -> None:
         self.coef = coef
+        self.initial = coef
         self.target = target
         self.horizon = horizon
 
@@ -56,11 +57,11 @@ class AdaptiveKL:
         self.coef *= 1.0 + error * num_samples / self.horizon
 
     def state_dict(self) -> dict[str, Any]:
-        return {"controller": "adaptive", "coef": self.coef}
+        return {"controller": "adaptive", "coef": self.coef, "initial": self.initial}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the saved coefficient; after a fixed one start from the configured one."""
-        if state["controller"] == "adaptive":
+        """Continue with the saved coefficient; start from the configured one when that is another than it was."""
+        if state["controller"] == "adaptive" and state["initial"] == self.initial:
             self.coef = float(state["coef"])
 
 
