@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ from aligner.checkpoint import manifest, torch_dist
 from aligner.checkpoint.agreement import together
 from aligner.checkpoint.optimizer_sharding import load_optimizer_state, sharded_optimizer_state
 from aligner.distributed.optimizer_state import create_optimizer_state
-from aligner.errors import CheckpointError
+from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
     from aligner.models.role_model import RoleModel
@@ -43,14 +44,38 @@ def sharded_state(model: RoleModel, *, is_loading: bool) -> dict[str, Any]:
 
 
 def load_role(model: RoleModel, directory: Path) -> None:
-    """Fill ``model`` from its directory in a checkpoint. Collective."""
+    """Fill ``model`` from its directory in a checkpoint. Collective.
+
+    Settings of the optimizer and its schedule stay those that ``model`` was built with; the steps taken are counted on.
+    """
     loaded, _ = torch_dist.load(sharded_state(model, is_loading=True), directory)
     model.module.load_state_dict(loaded["model"])
     if model.optimizer is not None:
+        settings = [_settings(group) for group in model.optimizer.param_groups]
         load_optimizer_state(model.optimizer, loaded["optimizer"])
+        for group, own in zip(model.optimizer.param_groups, settings, strict=True):
+            group.update(own)
     if model.scheduler is not None:
-        model.scheduler.num_steps = 0  # Megatron adds the saved steps to those already counted
-        together(lambda: _load_scheduler(model, loaded["scheduler"], directory))
+        together(lambda: _continue_schedule(model, loaded["scheduler"]))
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Rates, decay, betas and the like of a parameter group: all but its parameters and its count of steps."""
+    return {name: value for name, value in group.items() if name not in ("params", "step")}
+
+
+def _continue_schedule(model: RoleModel, state: Mapping[str, Any]) -> None:
+    """Count the saved steps on. The length of a schedule that follows the run's stays the saved one."""
+    scheduler: Any = model.scheduler
+    if model.horizon_from_run:
+        scheduler.lr_decay_steps, scheduler.wd_incr_steps = state["lr_decay_steps"], state["wd_incr_steps"]
+    if scheduler.lr_warmup_steps >= scheduler.lr_decay_steps:
+        raise ConfigError(
+            f"{model.name}.optimizer.warmup_steps is {scheduler.lr_warmup_steps}, but the schedule of this run ends "
+            f"after {scheduler.lr_decay_steps} steps; use fewer, or set {model.name}.optimizer.decay_steps too"
+        )
+    scheduler.num_steps = 0
+    scheduler.step(increment=int(state["num_steps"]))
 
 
 def load_role_weights(model: RoleModel, directory: Path, *, strict: bool) -> list[str]:
@@ -59,17 +84,6 @@ def load_role_weights(model: RoleModel, directory: Path, *, strict: bool) -> lis
     if model.optimizer is not None:
         model.optimizer.reload_model_params()
     return kept
-
-
-def _load_scheduler(model: RoleModel, state: dict[str, Any], directory: Path) -> None:
-    scheduler: Any = model.scheduler
-    if model.horizon_from_run:
-        scheduler.lr_decay_steps = state["lr_decay_steps"]
-        scheduler.wd_incr_steps = state["wd_incr_steps"]
-    try:
-        scheduler.load_state_dict(state)
-    except AssertionError as error:
-        raise CheckpointError(f"{directory}: the learning-rate schedule differs from the saved one: {error}") from None
 
 
 # ------------------------------------------------------------------ components
