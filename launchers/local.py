@@ -66,6 +66,7 @@ def launch(
             codes = {rank: code for rank, code in codes.items() if rank not in forwarding.killed} or codes
             if not codes:
                 return 0
+            codes = {rank: _known_hang(rank, code, run_dir) for rank, code in codes.items()}
             rank, code = _cause(codes)
             now = time.monotonic()
             restarts = [then for then in restarts if now - then < restart_window]
@@ -183,6 +184,15 @@ def _explain(exit_codes: Mapping[int, int], run_dir: Path) -> int:
     hint = "; the machine may have run out of memory" if code == -signal.SIGKILL else ""
     print(f"error: {_what_happened(rank, code)}{hint}", file=sys.stderr)
     return 128 - code
+
+
+def _known_hang(rank: int, code: int, run_dir: Path) -> int:
+    """HUNG for a rank whose C code has kept the interpreter: then C code has written its stacks and ended it with 1."""
+    hidden = run_dir / "errors" / f".stacks_rank_{rank}.txt"
+    stacks = hidden.with_name(f"stacks_rank_{rank}.txt")
+    if code == UNCAUGHT and hidden.is_file() and hidden.stat().st_size:
+        hidden.rename(stacks)
+    return HUNG if code == UNCAUGHT and stacks.is_file() else code
 
 
 def _keep_errors(run_dir: Path, count: int) -> None:

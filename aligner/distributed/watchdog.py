@@ -3,26 +3,32 @@
 A thread compares the time since the last sign of life with the time-out of the phase. It also looks for the tracebacks
 that failing ranks leave in ``RUN/errors``: a rank that waits in a collective for one of them would wait for ever where
 nobody breaks the connection. What an earlier life has left there is removed before the watchdog starts.
+
+A thread needs Python's interpreter lock. For C code that never gives it back there is a second clock, in C: it writes
+the stacks into ``RUN/errors/.stacks_rank_<r>.txt`` and ends the process with code 1. The other ranks, whose own time is
+over by then, and the launcher know such a file and give it its usual name.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
 HUNG = 72  # exit code: this rank showed no sign of life
 RANK_FAILURE = 8  # exit code: another rank failed and this one could not leave by itself
 FOLLOW_AFTER_S = 10.0  # from another rank's failure until this one ends
-_GIL_MARGIN_S = 30.0  # after the time-out: the interpreter itself is stuck, so C code writes the stacks
 _LOOK_S = 1.0
-_OTHER_STACKS_S = 10.0  # a hung rank gives the others to write their stacks before it ends
+_ARM_S = 5.0  # how often the clock in C is set back
+_GIL_MARGIN_S = 7.0  # of that clock: more than it is late, less than others wait for this rank's stacks
+_OTHER_STACKS_S = 15.0  # a hung rank gives the others to write their stacks before it ends
 
 
 class Watchdog:
@@ -36,8 +42,9 @@ class Watchdog:
         self._last = 0.0
         self._idle = 0
         self._failure_seen: float | None = None
+        self._arming = threading.Lock()
         self._fallback: TextIO | None = None
-        self._armed_at = 0.0
+        self._armed_at = -math.inf
 
     def start(
         self,
@@ -66,15 +73,23 @@ class Watchdog:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
         self._thread = None
-        if self._fallback is not None:
-            faulthandler.cancel_dump_traceback_later()
-            self._fallback.close()
-            self._fallback = None
+        if self._fallback is None:
+            return
+        faulthandler.cancel_dump_traceback_later()
+        self._fallback.close()
+        self._fallback = None
+        with suppress(OSError):  # nothing is left of a life without a hang
+            os.unlink(self._fallback_path(self._rank))
+            os.rmdir(self._errors)
 
     def enter(self, phase: str) -> None:
         """A phase begins: its time-out counts from here."""
+        before = self.timeout
         self._phase = phase
         self.beat()
+        if self._thread is not None and self.timeout != before:
+            self._armed_at = -math.inf
+            self._arm_fallback()
 
     def beat(self) -> None:
         """A sign of life."""
@@ -83,12 +98,16 @@ class Watchdog:
     @contextmanager
     def idle(self) -> Iterator[None]:
         """No time-out in this block: it may take as long as it needs."""
-        self._idle += 1
+        with self._arming:
+            self._idle += 1
+            if self._fallback is not None:
+                faulthandler.cancel_dump_traceback_later()
+                self._armed_at = -math.inf
         try:
             yield
         finally:
-            self._idle -= 1
             self.beat()
+            self._idle -= 1
 
     # ------------------------------------------------------------------ the thread
 
@@ -116,14 +135,21 @@ class Watchdog:
 
     def _arm_fallback(self) -> None:
         """Let C code end the process when even this thread no longer runs (the interpreter lock is held)."""
-        now = self._clock()
-        if self._idle or now - self._armed_at < min(5.0, self.timeout / 2):
-            return
-        self._armed_at = now
-        if self._fallback is None:
-            self._errors.mkdir(parents=True, exist_ok=True)
-            self._fallback = (self._errors / f".stacks_rank_{self._rank}.txt").open("w", encoding="utf-8")
-        faulthandler.dump_traceback_later(self.timeout + _GIL_MARGIN_S, exit=True, file=self._fallback)
+        with self._arming:
+            now = self._clock()
+            if self._idle or now - self._armed_at < min(_ARM_S, self.timeout / 2):
+                return
+            self._armed_at = now
+            try:
+                if self._fallback is None:
+                    self._errors.mkdir(parents=True, exist_ok=True)
+                    self._fallback = self._fallback_path(self._rank).open("w", encoding="utf-8")
+            except OSError:
+                return  # the disk is full: tried again, and this thread watches anyway
+            faulthandler.dump_traceback_later(self.timeout + _GIL_MARGIN_S, exit=True, file=self._fallback)
+
+    def _fallback_path(self, rank: int) -> Path:
+        return self._errors / f".stacks_rank_{rank}.txt"
 
     def _other_rank(self, prefix: str) -> int | None:
         """The rank, not this one, that has left ``<prefix><rank>.txt``."""
@@ -134,12 +160,14 @@ class Watchdog:
         for name in names:
             number = name.removeprefix(prefix).removesuffix(".txt")
             if name == f"{prefix}{number}.txt" and number.isdigit() and int(number) != self._rank:
-                return int(number)
+                with suppress(OSError), (self._errors / name).open():  # a network file system may list what is gone
+                    return int(number)
         return None
 
     def _end(self, code: int, reason: str) -> None:
         """Write the stacks of all threads and leave the process."""
         path = self._errors / f"stacks_rank_{self._rank}.txt"
+        faulthandler.cancel_dump_traceback_later()
         try:
             self._errors.mkdir(parents=True, exist_ok=True)
             with path.open("w", encoding="utf-8") as stream:
@@ -150,16 +178,29 @@ class Watchdog:
         except OSError as error:
             where = f"; its stacks cannot be written ({error.strerror})"
             faulthandler.dump_traceback(all_threads=True)
-        print(f"error: rank {self._rank}: {reason}{where}", file=sys.stderr, flush=True)
+        os.write(2, f"error: rank {self._rank}: {reason}{where}\n".encode())  # the hung thread may hold sys.stderr
+        flushing = threading.Thread(target=sys.stdout.flush, daemon=True)
+        flushing.start()
         if code == HUNG:
             self._wait_for_other_stacks()
-        sys.stdout.flush()
+        flushing.join(timeout=1)
         os._exit(code)
 
     def _wait_for_other_stacks(self) -> None:
         """A process that ends breaks its peers' collectives: wait until they have written where they stand."""
         until = self._clock() + _OTHER_STACKS_S
-        while self._clock() < until:
-            if len(list(self._errors.glob("stacks_rank_*.txt"))) >= self._world_size:
-                return
+        missing = set(range(self._world_size)) - {self._rank}
+        while missing and self._clock() < until:
+            for rank in list(missing):
+                keep_fallback(self._errors, rank)
+                if (self._errors / f"stacks_rank_{rank}.txt").exists():
+                    missing.discard(rank)
             time.sleep(0.05)
+
+
+def keep_fallback(errors: Path, rank: int) -> None:
+    """Give stacks that the clock in C has written for ``rank`` their usual name."""
+    source = errors / f".stacks_rank_{rank}.txt"
+    with suppress(OSError):
+        if source.stat().st_size:
+            source.rename(errors / f"stacks_rank_{rank}.txt")

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from aligner.data.packing import PAD_ID, Pack
+from aligner.distributed import faults
 from aligner.errors import TrainingError
 from aligner.models.attention import plan_segments
 from aligner.models.role_model import RoleModel
@@ -294,11 +295,12 @@ def _loss(
     loss_fn: LossFunction, batch: StageInput, index: int, output: StageOutput
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     terms = loss_fn(_align(output, batch), index)
-    device = terms.loss_sum.device
+    loss_sum = terms.loss_sum * math.nan if faults.poisons_loss() else terms.loss_sum
+    device = loss_sum.device
     reported = {name: value.detach() for name, value in terms.sums.items()}
-    reported["loss"] = terms.loss_sum.detach()
+    reported["loss"] = loss_sum.detach()
     reported["count"] = torch.tensor(float(terms.count), device=device)
-    return terms.loss_sum, torch.tensor(terms.count, dtype=torch.int, device=device), reported
+    return loss_sum, torch.tensor(terms.count, dtype=torch.int, device=device), reported
 
 
 def _global_sums(model: RoleModel, collected: list[dict[str, torch.Tensor]]) -> dict[str, float]:
