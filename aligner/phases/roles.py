@@ -140,15 +140,18 @@ def load_trained_reward(root: RMRoot, context: RunContext) -> tuple[RoleModel, T
 
 
 def load_ppo_roles(root: PPORoot, context: RunContext) -> PPORoles:
-    """Actor, critic, reference and reward. Collective."""
+    """Actor, critic, reference and reward. Collective; Stopped between two roles when a stop was asked for."""
     seed = root.trainer.seed
     sources = pin_sources(context, ppo_sources(root), FROZEN)
     actor, tokenizer = _load_trained("actor", root.actor, sources["actor"], root, context, head="lm")
+    context.poll()
     reference_files = on_all_ranks(lambda: role_files(root.reference))
     on_all_ranks(lambda: _require_same_tokenizer("reference", reference_files.tokenizer, tokenizer))
     reference = build_role("reference", root.reference, reference_files, head="lm", seed=seed)
     fill(reference, sources["reference"], ("actor",))
+    context.poll()
     reward = load_reward(root.reward, tokenizer, root.data.pack_length, seed, sources.get("reward"))
+    context.poll()
     critic = _load_critic(root, sources["critic"], tokenizer, context)
     return PPORoles(actor, critic, reference, reward, tokenizer)
 
