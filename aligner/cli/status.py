@@ -117,7 +117,7 @@ def read_status(run_dir: Path) -> Status:
 def _read_config(run_dir: Path) -> tuple[str | None, int | None]:
     """(command, trainer.max_steps) of the newest life."""
     try:
-        config = yaml.safe_load((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
+        config = yaml.safe_load((run_dir / CONFIG_FILE).read_text(encoding="utf-8", errors="replace"))
         steps = config.get("trainer", {}).get("max_steps")
         return str(config["command"]), steps if isinstance(steps, int) else None
     except (OSError, yaml.YAMLError, AttributeError, KeyError, TypeError):
