@@ -20,7 +20,7 @@ import math
 import time
 import traceback
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ import torch
 
 from aligner.checkpoint import deletion, manifest, snapshot, verify
 from aligner.checkpoint.agreement import failures, gather_on_first, on_first, together
-from aligner.checkpoint.async_write import Writer, start
+from aligner.checkpoint.async_write import BackgroundWriter, DoneHere, Staging, Writer
 from aligner.checkpoint.retention import KEEP_ALL, Retention
 from aligner.checkpoint.role_state import (
     load_role,
@@ -57,8 +57,8 @@ Published = tuple[float, float, int]  # stall_s, write_s, bytes
 class SaveReport:
     """How a save ended, the same on every rank.
 
-    ``stall_s``: seconds until writing began (gathering, planning, fork); ``write_s``: seconds from there until it was
-    published, without the wait for a poll; both of the slowest rank. ``error``: why nothing was published.
+    ``stall_s``: seconds until writing began (gathering, planning, copying); ``write_s``: seconds from there until it
+    was published, without the wait for a poll; both of the slowest rank. ``error``: why nothing was published.
     """
 
     step: int
@@ -91,6 +91,7 @@ class Checkpointer:
         self.resumed_from: Path | None = None
         self._retention = retention
         self._async = async_save
+        self._staging = Staging()
         self._planners: dict[str, Planner] = {}
         self._flight: _Flight | None = None
         self._unreported: list[SaveReport] = []
@@ -136,9 +137,13 @@ class Checkpointer:
             path = self.directory / manifest.step_name(step)
             return SaveReport(step, path, time.perf_counter() - began, 0.0, 0, error)
         in_background = self._async and not wait
-        planned_s = time.perf_counter() - began
-        writer = start(plan.write, in_background)
-        self._flight = _Flight(plan, time.perf_counter() - began if in_background else planned_s, writer)
+        writer: Callable[[Callable[[], Any]], Writer] = DoneHere
+        if in_background:
+            try:
+                plan, writer = plan.staged(self._staging), BackgroundWriter
+            except MemoryError as full:
+                print(f"step {step} is saved in the foreground: no memory for a copy ({full})", flush=True)
+        self._flight = _Flight(plan, time.perf_counter() - began, writer(plan.write))
         return None if in_background else self._land()
 
     @property
@@ -224,7 +229,6 @@ class Checkpointer:
         if self._flight is None:
             return None
         flight, self._flight = self._flight, None
-        flight.writer.wait()
         plan = flight.snapshot
         try:
             outcome, error = flight.writer.result(), None

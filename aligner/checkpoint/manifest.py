@@ -124,34 +124,25 @@ def changed_since(saved: dict[str, str]) -> str:
 class SummedFile:
     """A new file that is summed while it is written; use as a context manager. :attr:`entry` is set at its end.
 
-    Its content survives a power cut once the block is left. ``write`` raises OSError; ``error`` keeps the first, for
-    callers whose library turns it into something else.
+    Its content survives a power cut once the block is left.
     """
 
     def __init__(self, path: Path) -> None:
         self.entry: Entry = (0, "")
-        self.error: OSError | None = None
         self._sum = hashlib.sha256()
         self._size = 0
         self._stream = open(path, "wb", buffering=1 << 20)  # noqa: SIM115  (closed in __exit__)
 
     def write(self, data: Any) -> int:
-        """Append bytes (or any buffer)."""
+        """Append bytes (or any buffer). Raises OSError."""
         size = memoryview(data).nbytes
         self._sum.update(data)
-        try:
-            self._stream.write(data)
-        except OSError as error:
-            self.error = self.error or error
-            raise
+        self._stream.write(data)
         self._size += size
         return size
 
     def tell(self) -> int:
         return self._size
-
-    def flush(self) -> None:
-        """Nothing: the end flushes."""
 
     def __enter__(self) -> SummedFile:
         return self

@@ -4,7 +4,7 @@ Invariants:
 
 - A directory named ``step_*`` is complete and on the disk: everything is written under a temporary name, then renamed.
 - A checkpoint that exists stays whole whenever a process is killed; one of the same step is exchanged in one operation.
-- Writing touches nothing but memory and files, so it can run in another process.
+- Writing touches nothing but memory and files, so it can run beside training.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.checkpoint import manifest
+from aligner.checkpoint.async_write import Staging
 from aligner.checkpoint.torch_dist import Shards, Written, contents, finish
 from aligner.distributed import faults
 
@@ -65,6 +66,16 @@ class Snapshot:
             files={name: manifest.write_file(self.temporary / name, data) for name, data in self.small.items()},
         )
         return replace(done, seconds=time.perf_counter() - began)
+
+    def staged(self, staging: Staging) -> Snapshot:
+        """The same with copies of all tensors, which later steps do not change. Raises MemoryError."""
+        items = [item for shards in self.roles.values() for item in shards.items]
+        copies = iter(staging.copies([item.data for item in items]))
+        roles = {
+            role: replace(shards, items=[replace(item, data=next(copies)) for item in shards.items])
+            for role, shards in self.roles.items()
+        }
+        return replace(self, roles=roles)
 
     def describe(self, outcomes: list[Outcome], best: dict[str, Any] | None) -> manifest.Manifest:
         """Write the index of each role; returns the whole manifest. Rank 0; raises OSError."""

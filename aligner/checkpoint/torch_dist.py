@@ -1,8 +1,8 @@
 """Megatron's ``torch_dist`` format: one role's sharded state in one directory.
 
 The files are those of ``megatron.core.dist_checkpointing`` and load with it. Saving is cut into three parts, so that
-the middle one can run in another process: :class:`Planner` (collective) decides what each rank writes, :meth:`Shards.
-write` writes it and needs nothing but its memory and the file system, :func:`finish` (one rank) writes the index.
+the middle one can run beside training: :class:`Planner` (collective) decides what each rank writes, :meth:`Shards.
+write` writes it and needs nothing but memory and the file system, :func:`finish` (one rank) writes the index.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 
@@ -34,6 +35,7 @@ from megatron.core.dist_checkpointing.validation import determine_global_metadat
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import find_state_dict_object
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from aligner.checkpoint import manifest
 from aligner.checkpoint.agreement import together
@@ -54,11 +56,21 @@ class Written:
 
 
 @dataclass(frozen=True)
+class Item:
+    """One shard: ``data`` (its bytes, on any device) between what ``torch.save`` writes before and after them."""
+
+    index: MetadataIndex
+    head: bytes
+    data: torch.Tensor
+    tail: bytes
+
+
+@dataclass(frozen=True)
 class Shards:
     """What this rank writes of a role. ``index``: what the role consists of, on rank 0; None on the others."""
 
     rank: int
-    items: list[tuple[MetadataIndex, torch.Tensor | bytes]]
+    items: list[Item]
     small: dict[str, bytes]
     index: Metadata | None
 
@@ -70,24 +82,14 @@ class Shards:
             return done
         name = f"__{self.rank}_0.distcp"
         with manifest.SummedFile(directory / name) as file:
-            for index, data in self.items:
+            for item in self.items:
                 start = file.tell()
-                _write_item(file, data)
-                done.storage[index] = _StorageInfo(name, start, file.tell() - start)
+                file.write(item.head)
+                file.write(item.data.cpu().numpy())
+                file.write(item.tail)
+                done.storage[item.index] = _StorageInfo(name, start, file.tell() - start)
         done.files[name] = file.entry
         return done
-
-
-def _write_item(file: manifest.SummedFile, data: torch.Tensor | bytes) -> None:
-    if isinstance(data, bytes):
-        file.write(data)
-        return
-    try:
-        torch.save(data, file)  # type: ignore[arg-type]  # it has what torch.save uses of a file
-    except Exception:
-        if file.error is not None:  # torch hides it behind one of its own
-            raise file.error from None
-        raise
 
 
 class Planner:
@@ -97,6 +99,7 @@ class Planner:
         self._structure: list[Any] | None = None
         self._items: list[MetadataIndex] = []
         self._index: Metadata | None = None
+        self._frames: dict[tuple[torch.dtype, torch.Size], tuple[bytes, bytes]] = {}
 
     def plan(self, state: dict[str, Any]) -> Shards:
         """What this rank writes of ``state`` (with Megatron's ``ShardedTensor`` leaves); tensors stay where they are.
@@ -117,8 +120,18 @@ class Planner:
         if is_new:
             self._plan(mine, gathered)
             self._structure = structure
-        items = [(index, _detached(find_state_dict_object(mine, index))) for index in self._items]
+        items = [self._item(index, find_state_dict_object(mine, index)) for index in self._items]
         return Shards(platform.rank(), items, _small_files(common) if platform.rank() == 0 else {}, self._index)
+
+    def _item(self, index: MetadataIndex, data: Any) -> Item:
+        if isinstance(data, io.BytesIO):
+            return Item(index, b"", torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8), b"")
+        tensor = data.detach().contiguous()
+        kind = (tensor.dtype, tensor.shape)
+        if kind not in self._frames:
+            self._frames[kind] = _frame(*kind)
+        head, tail = self._frames[kind]
+        return Item(index, head, tensor.reshape(-1).view(torch.uint8), tail)
 
     def _plan(self, mine: dict[str, Any], gathered: Any) -> None:
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
@@ -159,18 +172,41 @@ def _small_files(common: Any) -> dict[str, bytes]:
     return {COMMON_STATE_FNAME: buffer.getvalue(), CONFIG_FNAME: config.encode()}
 
 
-def _detached(data: Any) -> torch.Tensor | bytes:
-    """``data`` on the CPU, contiguous, and with a storage of its own size, for that is what ``torch.save`` writes.
+class _Frame:
+    """A file that keeps what is written around the bytes of one tensor."""
 
-    A tensor that is all this already, or a part of a larger one, is not copied.
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._address = tensor.data_ptr()
+        self.parts: list[list[bytes]] = [[]]
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        if view.nbytes and np.frombuffer(view, np.uint8).ctypes.data == self._address:
+            self.parts.append([])
+        else:
+            self.parts[-1].append(bytes(view))
+        return view.nbytes
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+
+def _frame(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
+    """What ``torch.save`` writes before and after the bytes of such a tensor, with its own checksums left out.
+
+    It depends on nothing else, so a tensor can be written without ``torch.save`` and read with ``torch.load``.
     """
-    if isinstance(data, io.BytesIO):
-        return data.getvalue()
-    tensor = data.detach().cpu().contiguous()
-    if tensor.untyped_storage().nbytes() == tensor.nbytes:
-        return tensor
-    shared = torch.from_numpy(tensor.reshape(-1).view(torch.uint8).numpy())  # the same memory
-    return shared.view(tensor.dtype).view(tensor.shape)
+    tensor = torch.empty(shape, dtype=dtype)
+    frame = _Frame(tensor)
+    with_sums = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        torch.save(tensor, frame)  # type: ignore[arg-type]  # it has what torch.save uses of a file
+    finally:
+        set_crc32_options(with_sums)
+    head, *tail = (b"".join(part) for part in frame.parts)
+    assert len(tail) == (1 if tensor.nbytes else 0), "torch.save writes the bytes of a tensor in another way"
+    return head, tail[0] if tail else b""
 
 
 def finish(directory: Path, index: Metadata, written: Iterable[Storage]) -> manifest.Entry:
