@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from aligner.rollout import buffer
 from aligner.rollout.batch import RolloutBatch
-from aligner.rollout.buffer import drop_chunks, load_chunks, save_chunks
+from aligner.rollout.buffer import drop_chunks, kept_samples, load_chunks, save_chunks
 from tests.unit.rollout.test_rollout_batch import assert_equal, make
 
 STEP = 13
@@ -142,3 +143,44 @@ def test_a_failed_write_is_told_and_leaves_what_was_there(directory: Path, monke
     assert save_chunks(run_dir, STEP, chunks()[:1], DIGEST) == "No space left on device"
     assert [path.name for path in directory.parent.iterdir()] == ["step_00000013"]
     assert len(load_chunks(run_dir, STEP, DIGEST)) == 3
+
+
+def test_chunks_of_other_sampling_are_not_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sampled_with = {"top_p": 0.1 + 0.2, "stop_token_ids": (2, 3), "seed": 1}
+    assert save_chunks(tmp_path, STEP, chunks(), DIGEST, sampled_with) == ""
+    assert len(load_chunks(tmp_path, STEP, DIGEST, dict(sampled_with))) == 3
+    assert capsys.readouterr().out == ""
+    assert load_chunks(tmp_path, STEP, DIGEST, {**sampled_with, "seed": 2}) == []
+    assert "was sampled with {'seed': 1}, not with {'seed': 2}; step 13 is sampled anew" in capsys.readouterr().out
+    assert load_chunks(tmp_path, STEP, DIGEST) == []
+
+
+def test_kept_samples_are_counted_by_the_manifest(directory: Path) -> None:
+    run_dir = directory.parent.parent
+    assert kept_samples(run_dir, STEP) == 6
+    assert kept_samples(run_dir, STEP + 1) == kept_samples(run_dir / "nowhere", STEP) == 0
+    for broken in ("", "[]", '{"format": 1, "step": 13}', '{"format": 1, "step": 13, "samples": "x"}'):
+        (directory / "manifest.json").write_text(broken)
+        assert kept_samples(run_dir, STEP) == 0
+
+
+def test_a_second_save_whose_renames_are_interrupted_leaves_a_directory_that_loads(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = directory.parent.parent
+    rename, calls = os.rename, []
+
+    def interrupted(source: Path, target: Path) -> None:
+        calls.append(source)
+        if len(calls) == 2:
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", interrupted)
+    assert save_chunks(run_dir, STEP, chunks()[:1], DIGEST) == "Input/output error"
+    monkeypatch.undo()
+    assert load_chunks(run_dir, STEP, DIGEST) == []  # nothing is kept, and nothing hinders the next save
+    assert save_chunks(run_dir, STEP, chunks(), DIGEST) == ""
+    assert save_chunks(run_dir, STEP, chunks()[:2], DIGEST) == ""
+    assert len(load_chunks(run_dir, STEP, DIGEST)) == 2
+    assert [path.name for path in directory.parent.iterdir()] == ["step_00000013"]
