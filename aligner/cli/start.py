@@ -94,7 +94,9 @@ def _take(run_dir: Path, root: Any, signals: StopSignals) -> Lease:
     try:
         exists = check_run_owner(run_dir, command_of(root))
         run_dir.mkdir(parents=True, exist_ok=True)
-        lease = Lease.acquire(run_dir, on_lost=lambda: signals.request(LOST, restart=False))
+        lease = Lease.acquire(
+            run_dir, on_lost=lambda: signals.request(LOST, restart=False), give_up=lambda: signals.asked
+        )
         lives.clear_endings(run_dir)
         if not exists or not hasattr(
             root, "checkpoint"
