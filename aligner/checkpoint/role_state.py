@@ -39,7 +39,7 @@ def sharded_state(model: RoleModel, *, is_loading: bool) -> dict[str, Any]:
         create_optimizer_state(model.optimizer)
         state["optimizer"] = sharded_optimizer_state(model.optimizer, state["model"], is_loading=is_loading)
     if model.scheduler is not None and not is_loading:
-        state["scheduler"] = model.scheduler.state_dict()
+        state["scheduler"] = {**model.scheduler.state_dict(), "horizon_from_run": model.horizon_from_run}
     return state
 
 
@@ -65,9 +65,9 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _continue_schedule(model: RoleModel, state: Mapping[str, Any]) -> None:
-    """Count the saved steps on. The length of a schedule that follows the run's stays the saved one."""
+    """Count the saved steps on. The length of a schedule that followed the run's, and still does, stays the saved one."""
     scheduler: Any = model.scheduler
-    if model.horizon_from_run:
+    if model.horizon_from_run and state["horizon_from_run"]:
         scheduler.lr_decay_steps, scheduler.wd_incr_steps = state["lr_decay_steps"], state["wd_incr_steps"]
     if scheduler.lr_warmup_steps >= scheduler.lr_decay_steps:
         raise ConfigError(

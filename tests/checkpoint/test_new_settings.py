@@ -80,3 +80,10 @@ def test_a_schedule_without_length_keeps_that_of_the_first_life(tmp_path: Path) 
     longer = dataclasses.replace(endless, warmup_steps=9)
     with pytest.raises(RankError, match="actor.optimizer.warmup_steps is 9, but the schedule of this run ends after 8"):
         run_ranks(1, _groups_after, str(tmp_path), ONE, longer, 40, True)
+
+
+def test_a_length_that_is_taken_away_becomes_the_run_s(tmp_path: Path) -> None:
+    endless = dataclasses.replace(BEFORE, decay_steps=None)
+    run_ranks(1, _save, str(tmp_path), ONE, BEFORE, None)
+    found = run_ranks(1, _groups_after, str(tmp_path), ONE, endless, 40, True)
+    assert found == run_ranks(1, _groups_after, str(tmp_path), ONE, endless, 40, False)
