@@ -39,7 +39,17 @@ CASES = {
             "model.dtype=bfloat16",
         ],
     ),
+    "sft_dropout_dp2": (
+        "sft",
+        2,
+        ["actor.optimizer.decay_steps=5", "model.hidden_dropout=0.1", "model.attention_dropout=0.1"],
+    ),
     "rm_dp2": ("rm", 2, ["reward.optimizer.decay_steps=5"]),
+    "rm_dropout_bf16": (
+        "rm",
+        1,
+        ["reward.optimizer.decay_steps=5", "model.hidden_dropout=0.1", "model.dtype=bfloat16"],
+    ),
     "ppo_warmup_adaptive": (
         "ppo",
         1,
@@ -51,6 +61,11 @@ CASES = {
             "ppo.kl.target=0.1",
             "ppo.kl.horizon=20",
         ],
+    ),
+    "ppo_bf16": (
+        "ppo",
+        1,
+        ["actor.optimizer.decay_steps=10", "critic.optimizer.decay_steps=10", "model.dtype=bfloat16"],
     ),
     "ppo_dp2": ("ppo", 2, ["actor.optimizer.decay_steps=10", "critic.optimizer.decay_steps=10"]),
 }
