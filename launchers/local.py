@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,9 +64,11 @@ def launch(
                 codes = _one_life(command, ranks, forwarding)
             if forwarding.at_once:
                 return INTERRUPTED
-            codes = {rank: code for rank, code in codes.items() if rank not in forwarding.killed} or codes
             if not codes:
                 return 0
+            codes = {rank: code for rank, code in codes.items() if rank not in forwarding.killed}
+            if not codes:
+                return 128 + signal.SIGKILL  # the stop took too long, which has been said
             codes = {rank: _known_hang(rank, code, run_dir) for rank, code in codes.items()}
             rank, code = _cause(codes)
             now = time.monotonic()
@@ -106,15 +109,16 @@ def _one_life(command: Sequence[str], ranks: int, forwarding: StopForwarding) ->
         monitor_interval=0.1,
         local_addr="127.0.0.1",
     )
-    agent = LocalElasticAgent(spec, DefaultLogsSpecs())
-    _hand_over_processes(agent, forwarding)
-    try:
-        result = agent.run()
-    except SignalException as error:
-        print(f"error: stopped by {error.sigval.name}", file=sys.stderr)
-        return dict.fromkeys(range(ranks), -int(error.sigval))
-    finally:
-        rendezvous.shutdown()
+    with tempfile.TemporaryDirectory(prefix="aligner-launch-") as unused_logs:  # else the agent leaves one behind
+        agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=unused_logs))
+        _hand_over_processes(agent, forwarding)
+        try:
+            result = agent.run()
+        except SignalException as error:
+            print(f"error: stopped by {error.sigval.name}", file=sys.stderr)
+            return dict.fromkeys(range(ranks), -int(error.sigval))
+        finally:
+            rendezvous.shutdown()
     return {rank: failure.exitcode for rank, failure in result.failures.items()}
 
 
@@ -157,12 +161,18 @@ def _may_pass(code: int) -> bool:
 
 
 def _cause(exit_codes: Mapping[int, int]) -> tuple[int, int]:
-    """The rank, with its exit code, that says best why the job ended."""
-    ended = -signal.SIGTERM  # while it started, because another rank had failed
+    """The rank, with its exit code, that says best why the job ended; the lowest one among equals.
 
-    def weight(item: tuple[int, int]) -> tuple[bool, bool, bool, int]:
+    First what all ranks agreed on (76 before 75: everything is saved, whatever happened after it); then errors that
+    name their reason to the user, deaths by a signal, bugs, hangs; last what follows from another rank's end: a lost
+    peer, an uncaught exception, the agent's SIGTERM to a rank that was only starting.
+    """
+    order = (*reversed(STOPPED), None, -1, BUG, HUNG, INTERRUPTED, RANK_FAILURE, UNCAUGHT, -signal.SIGTERM)
+
+    def weight(item: tuple[int, int]) -> tuple[int, int]:
         rank, code = item
-        return code not in STOPPED, code == ended, code in (RANK_FAILURE, UNCAUGHT), rank
+        kind = code if code in order else None if code > 0 else -1
+        return order.index(kind), rank
 
     return min(exit_codes.items(), key=weight)
 

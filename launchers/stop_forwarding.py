@@ -98,7 +98,7 @@ class StopForwarding:
             for number in list(self._asked):
                 for process in self._ranks.values():
                     key = (process.pid, number)
-                    if key not in self._delivered and process.poll() is None and _handles(process.pid, number):
+                    if key not in self._delivered and process.poll() is None and _is_ready(process.pid, number):
                         process.send_signal(number)
                         self._delivered.add(key)
             late = self._asked and time.monotonic() - self._asked_at > self._grace_s
@@ -117,6 +117,11 @@ class StopForwarding:
             except ProcessLookupError:
                 continue
         return bool(running)
+
+
+def _is_ready(pid: int, number: signal.Signals) -> bool:
+    """Whether the process takes the signal as a request. Python itself has a handler for SIGINT from the start."""
+    return _handles(pid, signal.SIGTERM if number == signal.SIGINT else number)
 
 
 def _handles(pid: int, number: signal.Signals) -> bool:

@@ -9,6 +9,8 @@ import dataclasses
 from typing import Any
 
 from aligner.config import schema
+from aligner.config.keys import nearest
+from aligner.config.phases import PHASES
 from aligner.config.section import Section
 from aligner.errors import ConfigError
 
@@ -33,6 +35,7 @@ def check_effects(root: Any) -> None:
     for name in ("actor", "reference", "reward"):
         _check_model_path(root, name)
     _check_validation(root)
+    _check_phases(root)
 
 
 def _check_compared(root: schema.EvaluateRoot) -> None:
@@ -95,6 +98,19 @@ def _check_validation(root: Any) -> None:
             f"trainer.val_check_interval={root.trainer.val_check_interval} has no effect without {missing}; "
             f"give {give} or leave trainer.val_check_interval out"
         )
+
+
+def _check_phases(root: Any) -> None:
+    """Time-outs of phases that this command does not have are never looked at."""
+    if not isinstance(root.trainer, schema.TrainerConfig):
+        return
+    known = next(PHASES[command] for command, kind in schema.ROOTS.items() if type(root) is kind)
+    for phase in root.trainer.phase_timeouts:
+        if phase not in known:
+            raise ConfigError(
+                f"trainer.phase_timeouts.{phase} has no effect: there is no such phase; nearest: "
+                f"{nearest(phase, known)}; there are {', '.join(known)}"
+            )
 
 
 def _refuse_given(prefix: str, section: Section, followed: Section, names: tuple[str, ...], why: str) -> None:

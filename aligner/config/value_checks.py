@@ -134,8 +134,12 @@ def check_values(root: Section) -> None:
             _check_optimizer(prefix, section)
         if isinstance(section, schema.SamplingConfig):
             _check_sampling(prefix, section)
-        if isinstance(section, schema.TrainerConfig) and section.max_time is not None:
-            parse_duration(section.max_time, f"{prefix}max_time")
+        if isinstance(section, schema.TrainerConfig):
+            if section.max_time is not None:
+                parse_duration(section.max_time, f"{prefix}max_time")
+            for phase, seconds in section.phase_timeouts.items():
+                if not POSITIVE[0](seconds):
+                    raise ConfigError(f"{prefix}phase_timeouts.{phase}={seconds}: must be {POSITIVE[1]}")
 
 
 def sections(root: Section, prefix: str = "") -> Iterator[tuple[str, Section]]:

@@ -14,10 +14,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from aligner.config.keys import nearest
+from aligner.config.phases import PHASES
 from aligner.errors import ConfigError
 
 VARIABLE = "ALIGNER_FAULT"
 KINDS = ("kill", "hang", "exception", "nan", "disk_full")
+PLACES = (*dict.fromkeys(name for names in PHASES.values() for name in names), "save", "write", "publish")
 FAULTS_DIRECTORY = "faults"
 
 
@@ -59,6 +62,9 @@ def parse(spec: str) -> Fault:
         or not all(number == "*" or number.isdigit() for number in numbers)
     ):
         raise ConfigError(f"{VARIABLE}={spec}: give phase:step:rank:kind, where kind is one of {', '.join(KINDS)}")
+    if parts[0] not in PLACES:
+        near = nearest(parts[0], PLACES)
+        raise ConfigError(f"{VARIABLE}={spec}: no phase '{parts[0]}'; nearest: {near}; there are {', '.join(PLACES)}")
     step, rank = (None if number == "*" else int(number) for number in numbers)
     return Fault(parts[0], step, rank, parts[3], always, spec.strip())
 

@@ -29,6 +29,7 @@ _LOOK_S = 1.0
 _ARM_S = 5.0  # how often the clock in C is set back
 _GIL_MARGIN_S = 7.0  # of that clock: more than it is late, less than others wait for this rank's stacks
 _OTHER_STACKS_S = 15.0  # a hung rank gives the others to write their stacks before it ends
+_LEAVE_S = 60.0  # to end; then the clock in C does it, for the file system may hang too
 
 
 class Watchdog:
@@ -73,9 +74,9 @@ class Watchdog:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
         self._thread = None
+        faulthandler.cancel_dump_traceback_later()
         if self._fallback is None:
             return
-        faulthandler.cancel_dump_traceback_later()
         self._fallback.close()
         self._fallback = None
         with suppress(OSError):  # nothing is left of a life without a hang
@@ -167,7 +168,7 @@ class Watchdog:
     def _end(self, code: int, reason: str) -> None:
         """Write the stacks of all threads and leave the process."""
         path = self._errors / f"stacks_rank_{self._rank}.txt"
-        faulthandler.cancel_dump_traceback_later()
+        faulthandler.dump_traceback_later(_LEAVE_S, exit=True, file=2)
         try:
             self._errors.mkdir(parents=True, exist_ok=True)
             with path.open("w", encoding="utf-8") as stream:

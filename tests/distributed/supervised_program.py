@@ -68,7 +68,7 @@ def _live_for(context: RunContext, seconds: float) -> None:
         time.sleep(0.2)
     with context.watchdog.idle():
         time.sleep(seconds / 2)
-    context.watchdog.enter("slow")  # has a time-out of its own
+    context.watchdog.enter("data")  # has a time-out of its own
     time.sleep(1.5 * HANG_TIMEOUT_S)
     barrier()
 
@@ -80,7 +80,7 @@ def main() -> int:
         "data.train=t.jsonl",
         "trainer.threads=1",
         f"trainer.hang_timeout={HANG_TIMEOUT_S}",
-        f"trainer.phase_timeouts={{startup:60,slow:{4 * HANG_TIMEOUT_S}}}",
+        f"trainer.phase_timeouts={{startup:60,data:{4 * HANG_TIMEOUT_S}}}",
         f"run.dir='{run_dir}'",
     ]
     root: Any = compose("sft", overrides)

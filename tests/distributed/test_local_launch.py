@@ -14,7 +14,7 @@ import pytest
 
 from aligner.cli import exit_codes
 from aligner.errors import RankFailure
-from launchers.local import BUG, RANK_FAILURE, _explain, launch
+from launchers.local import BUG, RANK_FAILURE, _cause, _explain, launch
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = "tests.distributed.rank_program"
@@ -74,6 +74,24 @@ def test_a_traceback_of_an_earlier_life_is_not_shown_for_this_failure(
     assert code == 70, stderr
     assert [marker.is_file() for marker in markers] == [False, True, False]
     assert "something nobody thought of" in markers[1].read_text()
+
+
+@pytest.mark.parametrize(
+    ("codes", "cause"),
+    [
+        ({0: -11, 1: 75}, (1, 75)),  # all had saved when rank 0 died
+        ({0: 75, 1: 76}, (1, 76)),
+        ({0: 8, 1: -9}, (1, -9)),
+        ({0: 8, 1: 3, 2: 70}, (1, 3)),
+        ({0: 72, 1: 70, 2: -9}, (2, -9)),
+        ({0: 72, 1: 70}, (1, 70)),
+        ({0: 1, 1: 8, 2: 72}, (2, 72)),
+        ({0: -15, 1: 8}, (1, 8)),
+        ({0: 8, 1: 8}, (0, 8)),
+    ],
+)
+def test_the_rank_that_says_best_why(codes: dict[int, int], cause: tuple[int, int]) -> None:
+    assert _cause(codes) == cause
 
 
 def test_exit_codes_are_those_of_the_ranks() -> None:

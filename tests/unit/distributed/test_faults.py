@@ -32,6 +32,11 @@ def test_a_malformed_fault_is_refused(text: str, tmp_path: Path, monkeypatch: py
         configure(monkeypatch, tmp_path, text)
 
 
+def test_a_fault_that_could_never_fire_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="no phase 'rolout'; nearest: rollout"):
+        configure(monkeypatch, tmp_path, "save:1:0:kill,rolout:2:0:kill")
+
+
 def test_nothing_happens_without_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     configure(monkeypatch, tmp_path, "")
     faults.hit("rollout")
