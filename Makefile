@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | torture | venv. Everything runs in .venv, which is built from constraints.txt.
+# make demo | test | test-slurm | lint | bench | torture | venv. Everything runs in .venv, which is built from constraints.txt.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +12,7 @@ TORTURE_ARGS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo test lint format bench torture
+.PHONY: help venv demo test test-slurm lint format bench torture
 
 help:
 	@sed -n '1p' Makefile
@@ -49,6 +49,10 @@ test: venv
 		*) echo "error: pytest ended with code $$code (above 128: killed by signal code - 128)" >&2 ;; \
 	esac; \
 	exit $$code
+
+# Needs root and Debian's slurmctld slurmd slurm-client munge: it starts a cluster of simulated nodes on this machine.
+test-slurm: venv
+	@ALIGNER_SLURM_TESTS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/slurm $(PYTEST_ARGS)
 
 lint: venv
 	@$(BIN)/ruff check .

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "munged", "unshare")
-KILL_WAIT_S = 8  # from SIGTERM to SIGKILL at a cancellation or limit
+KILL_WAIT_S = 15  # from SIGTERM to SIGKILL at a cancellation or limit
 _HOSTS = Path("/etc/hosts")
 _SEARCH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 

@@ -139,6 +139,7 @@ def test_torn_and_missing_files(run: Path) -> None:
     (run / "config.yaml").write_text("command: [")
     status = read_status(run)
     assert (status.step, status.state, status.command, status.max_steps) == (4, "new", None, None)
+    (run / lives.LIVES_FILE).write_text('{"event": "start"}\n')
     start(run)
     for name in ("metrics.jsonl", "config.yaml"):
         (run / name).write_bytes(b"\xff\xfe")
