@@ -65,7 +65,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _continue_schedule(model: RoleModel, state: Mapping[str, Any]) -> None:
-    """Count the saved steps on. The length of a schedule that followed the run's, and still does, stays the saved one."""
+    """Count the saved steps on. A length that followed the run's, and still does, stays the saved one."""
     scheduler: Any = model.scheduler
     if model.horizon_from_run and state["horizon_from_run"]:
         scheduler.lr_decay_steps, scheduler.wd_incr_steps = state["lr_decay_steps"], state["wd_incr_steps"]
