@@ -1,12 +1,14 @@
-"""Retention applied to a directory of checkpoints: by rank 0, after the next one is published."""
+"""Deleting checkpoints: by retention (rank 0, after the next one is published), or by name. Imports without torch."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from aligner.checkpoint import manifest, snapshot
+from aligner.checkpoint import manifest
 from aligner.checkpoint.pins import pinned_steps
 from aligner.checkpoint.retention import Retention, best_of, to_delete
 
@@ -31,9 +33,21 @@ def apply_retention(directory: Path, retention: Retention, protected: Collection
     best_step = best["step"] if best is not None else None
     for step in to_delete(metrics, retention.keep_last, retention.keep_every, best_step, kept):
         try:
-            snapshot.remove(directory, step, still_allowed=lambda step=step: step not in pinned_steps(directory))  # type: ignore[misc]
+            remove(directory, step)
         except OSError as error:
             print(f"checkpoint {manifest.step_name(step)} cannot be deleted: {error}", flush=True)
+
+
+def remove(directory: Path, step: int, *, even_pinned: bool = False) -> bool:
+    """Delete a checkpoint: it stops being one at once. False: somebody pinned it, so it is kept. Raises OSError."""
+    path = directory / manifest.step_name(step)
+    doomed = directory / f"{manifest.TEMPORARY}deleted-{path.name}.{os.getpid()}"
+    os.rename(path, doomed)
+    if not even_pinned and step in pinned_steps(directory):  # looked at when nobody can start to use it any more
+        os.rename(doomed, path)
+        return False
+    shutil.rmtree(doomed, ignore_errors=True)
+    return True
 
 
 def _sound_metrics(directory: Path) -> dict[int, dict[str, float]]:

@@ -24,6 +24,8 @@ FILE = "manifest.json"
 FORMAT = 2
 STATE_FILE = "state.json"
 RNG = "rng"  # the component of random states
+LATEST = "latest"  # beside the checkpoints: the name of the newest; a hint
+TEMPORARY = ".tmp-"  # how names begin that no reader looks at
 
 Entry = tuple[int, str]  # bytes, sha256
 

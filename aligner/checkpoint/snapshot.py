@@ -14,7 +14,7 @@ import ctypes
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,6 @@ from aligner.checkpoint.async_write import Staging
 from aligner.checkpoint.torch_dist import Shards, Written, contents, finish
 from aligner.distributed import faults
 
-TEMPORARY = ".tmp-"
-LATEST = "latest"
 _OLD = ".old-"  # a checkpoint that is being replaced, where the file system cannot exchange
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -119,13 +117,13 @@ def role_contents(shards: Shards) -> Mapping[str, tuple[str, list[int], int]]:
 
 def temporary_path(directory: Path, step: int, token: str) -> Path:
     """Where a save writes: a name that no other save has, so that a writer of an ended life cannot disturb it."""
-    return directory / f"{TEMPORARY}{manifest.step_name(step)}.{token}"
+    return directory / f"{manifest.TEMPORARY}{manifest.step_name(step)}.{token}"
 
 
 def clear_leftovers(directory: Path) -> None:
     """Remove what interrupted saves and deletions left. Only for the holder of the run, without a save in flight."""
     restore_replaced(directory)
-    for leftover in [*directory.glob(f"{TEMPORARY}*"), *directory.glob(f"{_OLD}*")]:
+    for leftover in [*directory.glob(f"{manifest.TEMPORARY}*"), *directory.glob(f"{_OLD}*")]:
         if leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
         else:
@@ -138,21 +136,6 @@ def restore_replaced(directory: Path) -> None:
         final = directory / old.name.removeprefix(_OLD)
         if not final.exists():
             os.rename(old, final)
-
-
-def remove(directory: Path, step: int, still_allowed: Callable[[], bool] = lambda: True) -> bool:
-    """Delete a checkpoint: it stops being one at once. False: it was needed after all, and is kept. Raises OSError.
-
-    ``still_allowed`` is asked when nobody can start to use it any more.
-    """
-    path = directory / manifest.step_name(step)
-    doomed = directory / f"{TEMPORARY}deleted-{path.name}.{os.getpid()}"
-    os.rename(path, doomed)
-    if not still_allowed():
-        os.rename(doomed, path)
-        return False
-    shutil.rmtree(doomed, ignore_errors=True)
-    return True
 
 
 def _exchange(new: Path, old: Path) -> None:
@@ -168,7 +151,7 @@ def _exchange(new: Path, old: Path) -> None:
 
 def _point_to(final: Path) -> None:
     """The ``latest`` file: a hint for people and tools, so a failure is none."""
-    partial = final.with_name(f"{TEMPORARY}{LATEST}")
+    partial = final.with_name(f"{manifest.TEMPORARY}{manifest.LATEST}")
     with contextlib.suppress(OSError):
         partial.write_text(f"{final.name}\n", encoding="utf-8")
-        partial.replace(final.with_name(LATEST))
+        partial.replace(final.with_name(manifest.LATEST))

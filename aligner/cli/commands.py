@@ -10,6 +10,7 @@ COMMANDS: dict[str, str] = {
     "evaluate": "compare checkpoints on fixed prompts",
     "pairs": "label sampled responses by a rule into preference pairs",
     "convert": "GGUF file, run or checkpoint to a Hugging Face directory",
+    "checkpoint": "list, show, verify, export or remove the checkpoints of a run",
     "submit": "sft, rm, ppo, generate or evaluate as a job on a Slurm cluster",
     "status": "where a run stands: job, step, metrics, checkpoint, restarts",
     "report": "one self-contained HTML page about a run",

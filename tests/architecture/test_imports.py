@@ -32,7 +32,7 @@ ORDER = [
 ]
 MEGATRON_FOLDERS = ("distributed", "models", "weights", "checkpoint")
 CUDA_FOLDERS = ("distributed", "phases")
-_LIGHT_COMMANDS = ("main", "launch", "help", "commands", "exit_codes", "options", "submit", "status")
+_LIGHT_COMMANDS = ("main", "launch", "help", "commands", "exit_codes", "options", "submit", "status", "checkpoint")
 SOURCES = sorted((ROOT / "aligner").rglob("*.py"))
 
 
