@@ -14,7 +14,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import psutil
 import torch
+
+from aligner.distributed import platform
+
+LARGEST_SHARE = 0.5  # of the memory that is available when the first copy is made
 
 
 class Writer(Protocol):
@@ -80,10 +85,16 @@ class Staging:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of ``tensors``, valid until the next call. Raises MemoryError; then there is no copy."""
+        """Copies of ``tensors``, valid until the next call. Raises MemoryError; then there is no copy.
+
+        Memory that training will want is left: Linux promises more than there is, and kills who takes it.
+        """
         needed = sum(tensor.nbytes for tensor in tensors)
         if self._buffer.numel() < needed:
             self._buffer = torch.empty(0, dtype=torch.uint8)
+            available = psutil.virtual_memory().available // platform.rank_environment().local_world_size
+            if needed > LARGEST_SHARE * available:
+                raise MemoryError(f"{needed / 1024**3:.1f} GiB, but {available / 1024**3:.1f} GiB are available")
             try:
                 self._buffer = torch.empty(needed, dtype=torch.uint8)
             except RuntimeError as error:

@@ -15,7 +15,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.context import RunContext
 from aligner.evaluation.responses import EvaluatedResponse
 from aligner.evaluation.runner import Comparison, compare
-from aligner.evaluation.sampling import Samples, load_policy, load_prompts, sample
+from aligner.evaluation.sampling import Samples, hold_checkpoint, load_policy, load_prompts, sample
 from aligner.monitoring.writing import write_on_first_rank
 from aligner.phases.roles import load_reward
 from aligner.rewards.rules import get_rule
@@ -33,7 +33,8 @@ def run(root: EvaluateRoot, context: RunContext) -> Comparison:
     samples: dict[str, Samples] = {}
     logprobs: dict[str, torch.Tensor] = {}
     tokenizers: dict[str, Tokenizer] = {}
-    for name, source in config.checkpoints.items():
+    held = {name: hold_checkpoint(source, context) for name, source in config.checkpoints.items()}
+    for name, source in held.items():
         policy = load_policy(root, source)
         tokenizers[name] = policy.tokenizer
         prompts = load_prompts(root, root.data.prompts, config.limit, policy.tokenizer, context)
@@ -46,7 +47,7 @@ def run(root: EvaluateRoot, context: RunContext) -> Comparison:
             )
         del policy
     context.poll()
-    kl = _kl_from(root, kl_from, samples, logprobs, tokenizers, temperature)
+    kl = _kl_from(root, held, kl_from, samples, logprobs, tokenizers, temperature)
     context.poll()
     rewards = _rewards(root, samples, tokenizers)
     rules = _rule_scores(config.rule, samples)
@@ -82,6 +83,7 @@ def run(root: EvaluateRoot, context: RunContext) -> Comparison:
 
 def _kl_from(
     root: EvaluateRoot,
+    sources: Mapping[str, str],
     kl_from: str,
     samples: Mapping[str, Samples],
     logprobs: Mapping[str, torch.Tensor],
@@ -92,7 +94,7 @@ def _kl_from(
 
     ``kl_from`` itself needs none, and a checkpoint with another tokenizer has none: its ids mean something else there.
     """
-    reference = load_policy(root, root.evaluation.checkpoints[kl_from])
+    reference = load_policy(root, sources[kl_from])
     result = {}
     for name, sampled in samples.items():
         if name == kl_from or tokenizers[name].fingerprint() != tokenizers[kl_from].fingerprint():

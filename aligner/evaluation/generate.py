@@ -16,11 +16,12 @@ from typing import Any
 from rich.console import Console
 
 from aligner.config.schema import GenerateRoot
+from aligner.config.sources import role_source
 from aligner.data.samples import PromptSample
 from aligner.distributed.collectives import on_all_ranks
 from aligner.distributed.context import RunContext
 from aligner.errors import ConfigError
-from aligner.evaluation.sampling import Samples, load_policy, load_prompts, sample
+from aligner.evaluation.sampling import Samples, hold_checkpoint, load_policy, load_prompts, sample
 from aligner.monitoring.writing import write_on_first_rank
 
 
@@ -28,7 +29,7 @@ def run(root: GenerateRoot, context: RunContext) -> None:
     """Sample and write ``output`` (rank 0), under a temporary name first. Collective."""
     output = Path(root.output)
     on_all_ranks(lambda: check_output(output, root.overwrite, context.rank))
-    policy = load_policy(root)
+    policy = load_policy(root, hold_checkpoint(role_source(root.actor), context))
     prompts = load_prompts(root, root.data.prompts, root.limit, policy.tokenizer, context)
     sampled = sample(root, context, policy, prompts, root.samples_per_prompt)
     write_on_first_rank(output, lambda: write_rows(output, rows(prompts, sampled, root.samples_per_prompt)))

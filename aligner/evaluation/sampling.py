@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from aligner.checkpoint.pins import pin
 from aligner.config.schema import EvaluateRoot, GenerateRoot
 from aligner.config.section import replace
 from aligner.config.sources import role_source
 from aligner.data.datasets import PromptDataset
 from aligner.data.samples import PromptSample
 from aligner.data.tokenizer import Tokenizer
-from aligner.distributed.collectives import on_all_ranks
+from aligner.distributed.collectives import broadcast_object, on_all_ranks
 from aligner.distributed.context import RunContext
 from aligner.distributed.topology import Degrees, build_topology, seed_everything
 from aligner.models.role_model import RoleModel
@@ -40,6 +41,24 @@ class Samples:
 
     batch: RolloutBatch
     requests: list[RewardRequest]
+
+
+def hold_checkpoint(path: str, context: RunContext) -> str:
+    """What ``path`` means now: of a run its newest checkpoint, which its retention keeps until this command ends.
+
+    Anything else is returned as it is. Collective.
+    """
+
+    def hold() -> str:
+        if context.rank != 0:
+            return path
+        source = find_source(path)
+        if source.kind != "checkpoint":
+            return path
+        context.held.enter_context(pin(source.path, by=f"evaluation {context.run_dir}", heartbeat=True))
+        return str(source.path)
+
+    return broadcast_object(on_all_ranks(hold))
 
 
 def load_policy(root: GenerateRoot | EvaluateRoot, source: str | None = None) -> Policy:
