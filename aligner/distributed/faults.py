@@ -20,7 +20,8 @@ from aligner.errors import ConfigError
 
 VARIABLE = "ALIGNER_FAULT"
 KINDS = ("kill", "hang", "exception", "nan", "disk_full")
-PLACES = (*dict.fromkeys(name for names in PHASES.values() for name in names), "save", "write", "publish")
+SAVING = ("save", "write", "publish")
+PLACES = (*dict.fromkeys(name for names in PHASES.values() for name in names), *SAVING)
 FAULTS_DIRECTORY = "faults"
 
 
@@ -76,21 +77,22 @@ def set_step(step: int) -> None:
 
 
 def hit(phase: str) -> None:
-    """A place where faults may fire: ``phase`` begins."""
+    """A place where faults may fire: ``phase`` begins. Parts of a save run beside a phase, which goes on."""
     global _phase
-    _phase = phase
+    if phase not in SAVING:
+        _phase = phase
     for fault in _faults:
-        if fault.kind != "nan" and _applies(fault) and _first_time(fault):
+        if fault.kind != "nan" and _applies(fault, phase) and _first_time(fault):
             _fire(fault)
 
 
 def poisons_loss() -> bool:
     """Whether the next loss of this rank is to be not a number."""
-    return any(fault.kind == "nan" and _applies(fault) and _first_time(fault) for fault in _faults)
+    return any(fault.kind == "nan" and _applies(fault, _phase) and _first_time(fault) for fault in _faults)
 
 
-def _applies(fault: Fault) -> bool:
-    return fault.phase == _phase and fault.step in (None, _step) and fault.rank in (None, _rank)
+def _applies(fault: Fault, phase: str) -> bool:
+    return fault.phase == phase and fault.step in (None, _step) and fault.rank in (None, _rank)
 
 
 def _first_time(fault: Fault) -> bool:
