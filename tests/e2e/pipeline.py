@@ -96,8 +96,8 @@ def run_command(command: str, words: Sequence[str]) -> None:
     root = compose(command, list(words))
     check(root, dist.get_world_size())
     context = start_rank(root)
-    importlib.import_module(f"aligner.cli.{command}").run(root, context)
-    context.held.close()
+    with context.held:
+        importlib.import_module(f"aligner.cli.{command}").run(root, context)
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
