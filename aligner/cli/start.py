@@ -122,6 +122,9 @@ def tidy_up(run_dir: Path | None) -> None:
         return
     metrics = run_dir / METRICS_FILE
     own = {CONFIG_FILE, SOURCES_FILE, MODEL_DIRECTORY, *lives.FILES, "lease.json"}
+    errors = run_dir / lives.ERRORS_DIRECTORY
+    if not any(errors.glob("[!.]*")):  # watchdogs of other ranks still have their hidden files there
+        own.add(errors.name)
     kept = {path.name for path in run_dir.iterdir()} - own
     if not kept or (kept <= {METRICS_FILE, TENSORBOARD_DIR} and not metrics.stat().st_size):
         shutil.rmtree(run_dir, ignore_errors=True)

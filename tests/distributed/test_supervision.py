@@ -97,25 +97,6 @@ def test_a_killed_rank_is_started_again(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "finished").read_text() == "1"
 
 
-def test_restarts_come_to_an_end(tmp_path: Path) -> None:
-    code, stderr = run("bug", tmp_path / "run", max_restarts=2)
-    assert code == 70, stderr
-    assert "rank 1 failed; restart 2 of 2" in stderr and "restart 3" not in stderr
-    assert "error: 2 restarts in 3600 s were not enough" in stderr
-    errors = tmp_path / "run" / "errors"
-    kept = [errors / "restart_1", errors / "restart_2", errors]
-    assert all("something nobody thought of" in (place / "rank_1.txt").read_text() for place in kept)
-
-
-def test_restarts_outside_the_window_do_not_count(tmp_path: Path) -> None:
-    launcher = start("bug", tmp_path / "run", ranks=1, max_restarts=1, restart_window=0.1)
-    try:
-        wait_for(lambda: (tmp_path / "run" / "errors" / "restart_2").is_dir(), 120)
-    finally:
-        launcher.terminate()
-        launcher.communicate(timeout=60)
-
-
 def test_a_hang_leaves_the_stacks_of_all_ranks_and_is_started_again(tmp_path: Path) -> None:
     code, stderr = run("hang_once", tmp_path / "run", max_restarts=1)
     assert code == 0, stderr
