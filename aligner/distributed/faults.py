@@ -66,6 +66,8 @@ def parse(spec: str) -> Fault:
     if parts[0] not in PLACES:
         near = nearest(parts[0], PLACES)
         raise ConfigError(f"{VARIABLE}={spec}: no phase '{parts[0]}'; nearest: {near}; there are {', '.join(PLACES)}")
+    if parts[3] == "nan" and not parts[0].startswith("train"):
+        raise ConfigError(f"{VARIABLE}={spec}: there is no loss in phase '{parts[0]}'; nan is for train phases")
     step, rank = (None if number == "*" else int(number) for number in numbers)
     return Fault(parts[0], step, rank, parts[3], always, spec.strip())
 

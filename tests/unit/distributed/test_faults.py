@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -35,6 +38,8 @@ def test_a_malformed_fault_is_refused(text: str, tmp_path: Path, monkeypatch: py
 def test_a_fault_that_could_never_fire_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="no phase 'rolout'; nearest: rollout"):
         configure(monkeypatch, tmp_path, "save:1:0:kill,rolout:2:0:kill")
+    with pytest.raises(ConfigError, match="there is no loss in phase 'rollout'"):
+        configure(monkeypatch, tmp_path, "rollout:2:0:nan")
 
 
 def test_nothing_happens_without_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,3 +87,30 @@ def test_the_loss_of_one_rank_is_poisoned_once(tmp_path: Path, monkeypatch: pyte
     assert not faults.poisons_loss()
     faults.hit("train_policy")
     assert [faults.poisons_loss() for _ in range(2)] == [True, False]
+
+
+def test_a_forked_writer_is_killed_once_and_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configure(monkeypatch, tmp_path, "write:2:0:kill")
+    ends = []
+    for _save in range(2):
+        child = os.fork()
+        if child == 0:
+            faults.hit("write")
+            os._exit(0)
+        ends.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    assert ends == [-signal.SIGKILL, 0]
+
+
+def test_a_hang_lasts_until_the_process_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configure(monkeypatch, tmp_path, "data:2:0:hang")
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)  # a request to stop does not wake it up
+    child = os.fork()
+    if child == 0:
+        faults.hit("data")
+        os._exit(0)
+    signal.signal(signal.SIGUSR1, before)
+    for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGKILL):
+        time.sleep(0.3)
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+        os.kill(child, number)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
