@@ -1,8 +1,9 @@
 """``make bench``: measures Aligner against plain transformers on SmolLM2-135M-Instruct, side by side in one run.
 
 Prints a table and leaves ``runs/bench/results.json``: rows ``{name, ours, unit, peer, peer_value, ratio, target}``.
-``ratio`` is ours by the peer's: for rates higher is better, for seconds lower; ``target`` is what it, or ``ours`` where
-there is no peer, should reach. Both sides take turns on the same prompts, tokens, dtype and threads; figures are medians.
+``ratio`` is ours by the peer's: of rates higher is better, of seconds lower; ``target`` is what it, or ``ours`` where
+there is no peer, should reach. Both sides take turns on the same prompts, tokens, dtype and threads; figures are
+medians.
 """
 
 from __future__ import annotations
