@@ -4,8 +4,9 @@
 what the configuration says (a run directory, for instance), ``path`` what it meant when the run began, ``sha256`` what
 was there: of a checkpoint its manifest, of a Hugging Face directory names, sizes and sums of the weight files.
 
-Invariants: on resume the weights of frozen roles are the same as in the first life, wherever their files are now; a
-source that is given anew holds the same as the old one. A checkpoint of another run is pinned, so that it stays.
+Invariants: the file says what the first life began with, also when a later one is given new places; on resume the
+weights of frozen roles are the same as in the first life, wherever their files are now; a source that is given anew
+holds the same as the old one. A checkpoint of another run is pinned, so that it stays.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def pin_sources(context: RunContext, given: Mapping[str, str], frozen: Collectio
     entries = {role: _entry(given[role], found[role], digests[role]) for role in checked}
     if is_resumed:
         on_all_ranks(lambda: _compare(context.run_dir, known, entries))
-    on_all_ranks(lambda: _keep(file, known, entries, checked) if context.rank == 0 else None)
+    on_all_ranks(lambda: _keep(file, known, entries, checked, is_resumed) if context.rank == 0 else None)
     return found
 
 
@@ -152,12 +153,18 @@ def _compare(run_dir: Path, known: Mapping[str, Entry], entries: Mapping[str, En
         )
 
 
-def _keep(file: Path, known: Mapping[str, Entry], entries: Mapping[str, Entry], sources: Mapping[str, Source]) -> None:
+def _keep(
+    file: Path,
+    known: Mapping[str, Entry],
+    entries: Mapping[str, Entry],
+    sources: Mapping[str, Source],
+    is_resumed: bool,
+) -> None:
     """Pin the checkpoints of other runs, and write what is new. Rank 0."""
     for source in sources.values():
         if source.kind == "checkpoint" and not source.path.resolve().is_relative_to(file.parent.resolve()):
             pin(source.path.resolve(), by=str(file.parent))
-    content: dict[str, Any] = {**known, **entries}
+    content: dict[str, Any] = {**entries, **known} if is_resumed else {**known, **entries}
     if content != known:
         temporary = file.with_name(file.name + ".tmp")
         temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
