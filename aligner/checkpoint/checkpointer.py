@@ -17,6 +17,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import shutil
 import time
 import traceback
 import uuid
@@ -181,6 +182,8 @@ class Checkpointer:
         """What this rank writes. None, and why, when there is no place to write it. Collective."""
         temporary = snapshot.temporary_path(self.directory, step, collectives.broadcast_object(uuid.uuid4().hex[:8]))
         if error := failures(self._make_room(temporary, list(models))):
+            if platform.rank() == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
             return None, error
         shards = {
             role: self._planners.setdefault(role, Planner()).plan(sharded_state(model, is_loading=False))
