@@ -57,6 +57,18 @@ def test_the_configured_coefficient_counts_after_another_controller() -> None:
     assert (adaptive.coef, fixed.coef) == (0.2, 0.1)
 
 
+def test_another_configured_coefficient_counts_from_then_on() -> None:
+    first = AdaptiveKL(0.05, 6.0, 1000)
+    first.update(7.1, 16)
+    changed = AdaptiveKL(0.2, 6.0, 1000)
+    changed.load_state_dict(first.state_dict())
+    assert changed.coef == 0.2
+    changed.update(7.1, 16)
+    again = AdaptiveKL(0.2, 6.0, 1000)
+    again.load_state_dict(changed.state_dict())
+    assert again.coef == changed.coef != 0.2
+
+
 def test_build() -> None:
     assert isinstance(build_kl_controller("fixed", 0.0, 6.0, 10), FixedKL)
     assert isinstance(build_kl_controller("adaptive", 0.1, 6.0, 10), AdaptiveKL)
