@@ -28,6 +28,8 @@ from aligner.monitoring.logger import METRICS_FILE, TENSORBOARD_DIR
 from aligner.phases.sources import SOURCES_FILE
 from aligner.rollout.buffer import kept_samples
 
+_AFTER_WATCHDOG_S = 300.0  # collectives time out after the watchdog, which says more
+
 
 def start_rank(root: Any, signals: StopSignals | None = None) -> RunContext:
     """Initialise this rank, lease ``run.dir`` (rank 0 decides which), find the checkpoint to continue from. Collective.
@@ -40,9 +42,11 @@ def start_rank(root: Any, signals: StopSignals | None = None) -> RunContext:
         Stopped: a stop was asked for meanwhile.
     """
     began = time.time()
-    found = platform.initialize(threads=root.trainer.threads)
-    signals = signals or StopSignals()
     trains = isinstance(root.trainer, TrainerConfig)
+    supervised = root.trainer if trains else TrainerConfig()
+    longest = max(supervised.hang_timeout, *supervised.phase_timeouts.values(), 0.0)
+    found = platform.initialize(threads=root.trainer.threads, timeout_s=longest + _AFTER_WATCHDOG_S)
+    signals = signals or StopSignals()
     run_dir = Path(broadcast_object(root.run.dir or default_run_dir(command_of(root))))
     lease = on_all_ranks(lambda: _take(run_dir, root, signals) if platform.rank() == 0 else None)
     watchdog = Watchdog()
@@ -58,7 +62,6 @@ def start_rank(root: Any, signals: StopSignals | None = None) -> RunContext:
     if lease is not None:
         context.held.callback(lease.release)
     on_all_ranks(lambda: faults.configure(run_dir, context.rank))
-    supervised = root.trainer if trains else TrainerConfig()
     watchdog.start(
         run_dir,
         context.rank,
@@ -98,9 +101,7 @@ def _take(run_dir: Path, root: Any, signals: StopSignals) -> Lease:
             run_dir, on_lost=lambda: signals.request(LOST, restart=False), give_up=lambda: signals.asked
         )
         lives.clear_endings(run_dir)
-        if not exists or not hasattr(
-            root, "checkpoint"
-        ):  # a run that is continued keeps its own until that is accepted
+        if not exists or not hasattr(root, "checkpoint"):  # of a continued run: when the changes are accepted
             write_run_config(run_dir, root)
     except OSError as error:
         reason = error.strerror or str(error)
