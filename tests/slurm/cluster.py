@@ -81,8 +81,7 @@ class Cluster:
         """End the jobs, then every daemon that :meth:`up` or :meth:`start` started."""
         if self._is_alive(self._pid("slurmctld"), "slurmctld"):
             self._cancel_jobs()
-        for node in self.nodes:
-            self._stop(f"slurmd.{node}", "slurmd")
+        self._stop("slurmd", *(f"slurmd.{node}" for node in self.nodes))
         for process in _processes():
             if _comm(process) == "slurmstepd" and f"SLURM_CONF={self.conf}" in _environ(process):
                 _kill(process, signal.SIGKILL)
@@ -194,16 +193,19 @@ class Cluster:
     def _is_alive(pid: int | None, comm: str) -> bool:
         return pid is not None and _comm(pid) == comm
 
-    def _stop(self, name: str, comm: str) -> None:
-        pid = self._pid(name)
-        if pid is not None and self._is_alive(pid, comm):
+    def _stop(self, comm: str, *names: str) -> None:
+        """End the daemons of these pid files together."""
+        pids = [pid for name in names if (pid := self._pid(name)) is not None and self._is_alive(pid, comm)]
+        for pid in pids:
             _kill(pid, signal.SIGTERM)
-            deadline = time.monotonic() + 10
-            while self._is_alive(pid, comm) and time.monotonic() < deadline:
-                time.sleep(0.05)
+        deadline = time.monotonic() + 10
+        while any(self._is_alive(pid, comm) for pid in pids) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for pid in pids:
             if self._is_alive(pid, comm):
                 _kill(pid, signal.SIGKILL)
-        (self.root / "pid" / f"{name}.pid").unlink(missing_ok=True)
+        for name in names:
+            (self.root / "pid" / f"{name}.pid").unlink(missing_ok=True)
 
 
 def wait_for(condition: Callable[[], object], timeout: float, what: str) -> None:

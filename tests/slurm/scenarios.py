@@ -1,8 +1,8 @@
 """What happens to jobs in the tests: each scenario submits one, waits for its moment, acts, and waits for the end.
 
 Scenarios run at the same time, in threads; the jobs queue for the cluster's nodes. Jobs of training run the tiny PPO of
-``tests/e2e`` on 2 nodes x 2 tasks. Their reward is a function that can wait: at a known row of metrics.jsonl until the
-scenario has acted (``go``), or some seconds a step, so that a limit comes before the end. Only the first life waits.
+``tests/e2e`` on 2 nodes x 2 tasks. Their reward is a function that can wait at a known row of metrics.jsonl: until the
+scenario has acted (``go``), or until the time limit is near and Slurm has sent its signal. Only the first life waits.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tests.slurm.cluster import Cluster, wait_for
 
 STEPS = 8
 HOLD_AFTER = 3  # rows
+BEFORE_LIMIT_S = 40
 TIMEOUT_S = 840.0
 ASK = 'touch "$0"; echo deadline > "$(dirname "$0")/restart_requested"; exit 75'  # as ranks that have saved
 REWARD = f"""
@@ -29,10 +30,10 @@ from pathlib import Path
 
 def score(requests):
     if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
-        time.sleep(float(os.environ.get("REWARD_DELAY_S", "0")))
         run = os.environ.get("REWARD_HOLDS")
+        limit = float(os.environ["SLURM_JOB_END_TIME"]) - {BEFORE_LIMIT_S}
         while run and len(Path(run, "metrics.jsonl").read_text().splitlines()) >= {HOLD_AFTER}:
-            if Path(run, "go").exists():
+            if Path(run, "go").exists() or time.time() > limit:
                 break
             time.sleep(0.1)
     return [float(len(request.response) % 5) for request in requests]
@@ -87,9 +88,12 @@ class Scenarios:
         return self.end(run_dir, job, printed)
 
     def limit(self) -> Outcome:
-        """Reaches its time limit: two minutes, with the signal 30 to 60 seconds before."""
-        delay = ("cluster.time='00:02:00'", "cluster.signal_lead=30", "+cluster.env.REWARD_DELAY_S='12'")
-        return self.end(*self.submit_ppo("limit", *delay))
+        """Reaches its time limit: two minutes, with the signal 60 to 90 seconds before. Its second life has more."""
+        short = ("cluster.time='00:02:00'", "cluster.signal_lead=60")
+        run_dir, job, printed = self.submit_ppo("limit", *short, holds=True)
+        wait_for(lambda: self.facts(job)["Restarts"] == "1", TIMEOUT_S, "the limit was reached")
+        self.cluster.run("scontrol", "update", f"jobid={job}", "timelimit=10")
+        return self.end(run_dir, job, printed)
 
     def node(self) -> Outcome:
         """Loses its second node, which comes back."""
