@@ -103,6 +103,13 @@ def test_rm(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not list((run / "checkpoints").glob(".tmp-*"))
 
 
+def test_export_is_a_conversion(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[list[str]] = []
+    monkeypatch.setattr("aligner.cli.convert.main", lambda words: called.append(words) or 0)
+    assert _call(capsys, "export", run, 2, "there", "--role", "actor")[0] == 0
+    assert called == [[str(run / "checkpoints" / "step_00000002"), "there", "--role=actor"]]
+
+
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
