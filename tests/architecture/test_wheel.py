@@ -53,7 +53,8 @@ def test_files_travel(installed: Path) -> None:
 def test_composes_from_another_directory(installed: Path, tmp_path: Path) -> None:
     program = (
         "import sys, launchers.slurm_script as jobs, aligner.config.compose as compose, aligner.cli.main as cli;"
-        "print(compose.conf_directory(), jobs.templates()); sys.exit(cli.main(['ppo', '--cfg', 'job', 'model=llama3_8b']))"
+        "print(compose.conf_directory(), jobs.templates());"
+        "sys.exit(cli.main(['ppo', '--cfg', 'job', 'model=llama3_8b']))"
     )
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     result = subprocess.run(
