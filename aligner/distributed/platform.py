@@ -33,6 +33,7 @@ _NOISE = (
 )
 
 _at_shutdown: list[Callable[[], None]] = []
+_timeout_s = DEFAULT_TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -152,8 +153,9 @@ def initialize(threads: int | None = None, timeout_s: float = DEFAULT_TIMEOUT_S)
 
     Args:
         threads: CPU threads of this rank; None: ``OMP_NUM_THREADS`` where it is set, else cores / local ranks.
-        timeout_s: seconds after which a collective that a peer does not join fails.
+        timeout_s: seconds after which a collective that a peer does not join fails, in any group.
     """
+    global _timeout_s
     environment = rank_environment()
     for message in _NOISE:
         warnings.filterwarnings("ignore", message=message)
@@ -167,7 +169,8 @@ def initialize(threads: int | None = None, timeout_s: float = DEFAULT_TIMEOUT_S)
     platform = current()
     if dist.is_initialized():
         return platform
-    timeout = timedelta(seconds=timeout_s)
+    _timeout_s = timeout_s
+    timeout = collective_timeout()
     if environment.master is None:
         dist.init_process_group(
             platform.backend,
@@ -189,6 +192,11 @@ def initialize(threads: int | None = None, timeout_s: float = DEFAULT_TIMEOUT_S)
     )
     dist.init_process_group(platform.backend, init_method="env://", timeout=timeout)
     return platform
+
+
+def collective_timeout() -> timedelta:
+    """What :func:`initialize` was given; torch's new groups do not take it from the default group."""
+    return timedelta(seconds=_timeout_s)
 
 
 def at_shutdown(callback: Callable[[], None]) -> None:

@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -187,6 +188,7 @@ def _initialize_parallel_state(degrees: Degrees) -> None:
         tensor_model_parallel_size=degrees.tp,
         pipeline_model_parallel_size=degrees.pp,
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=math.ceil(platform.collective_timeout().total_seconds() / 60),
     )
 
 
@@ -210,7 +212,7 @@ def _own_groups(degrees: Degrees) -> ProcessGroupCollection:
     def make(lists: list[list[int]]) -> dist.ProcessGroup | None:
         own = None
         for ranks in lists:
-            group = dist.new_group(ranks)
+            group = dist.new_group(ranks, timeout=platform.collective_timeout())
             if dist.get_rank() in ranks:
                 own = group
         return own

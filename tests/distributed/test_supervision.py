@@ -48,12 +48,14 @@ def test_a_stop_signal_goes_on_to_the_ranks(name: str, code: int, tmp_path: Path
     assert (tmp_path / "run" / "restart_requested").exists() == (code == 75)
 
 
-def test_a_signal_while_the_ranks_start_does_not_kill_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 76), ("SIGUSR1", 75)])
+def test_a_signal_while_the_ranks_start_does_not_kill_them(name: str, code: int, tmp_path: Path) -> None:
     launcher = start("wait", tmp_path / "run")
     wait_for(lambda: len(children(launcher.pid)) == 2, 60)
-    launcher.send_signal(signal.SIGUSR1)
+    launcher.send_signal(getattr(signal, name))
     _, stderr = launcher.communicate(timeout=120)
-    assert launcher.returncode == 75, stderr
+    assert launcher.returncode == code, stderr
+    assert "Traceback" not in stderr
 
 
 def test_ranks_that_do_not_end_are_killed_after_the_grace(tmp_path: Path) -> None:
