@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -23,6 +24,8 @@ from aligner.config.compose import compose, compose_unresolved, quote_override
 from aligner.config.schema import ProcessesConfig, TrainerConfig
 from aligner.errors import AlignerError, ConfigError
 
+_HELD = (signal.SIGUSR1, signal.SIGTERM)
+
 
 def run_command(command: str, arguments: Sequence[str]) -> int:
     """Run ``aligner <command> <arguments>``; returns the exit code. Raises AlignerError before ranks start."""
@@ -36,6 +39,8 @@ def run_command(command: str, arguments: Sequence[str]) -> int:
         print(_to_yaml(config, options.resolve), end="")
         return 0
     external = external_world_size(os.environ)
+    if external:
+        hold_stop_requests()
     try:
         root = compose(command, options.overrides, config_dirs)
         check(root, external or root.trainer.devices)
@@ -54,9 +59,23 @@ def run_command(command: str, arguments: Sequence[str]) -> int:
             return launch("aligner", words, root.trainer.devices, root.trainer.threads, Path(run_dir), **supervision)
         os.environ.setdefault("OMP_NUM_THREADS", str(root.trainer.threads or len(os.sched_getaffinity(0))))
         root = compose(command, overrides, config_dirs)
+        hold_stop_requests()
     from aligner.cli.runtime import run_rank
 
     return run_rank(root, lambda root, context: import_module(f"aligner.cli.{command}").run(root, context))
+
+
+def hold_stop_requests() -> None:
+    """Keep SIGUSR1 and SIGTERM pending until :func:`release_stop_requests`, when this rank can take them.
+
+    While torch is imported, for seconds, they would end it, or be lost where the parent ignores them.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+
+
+def release_stop_requests() -> None:
+    """Let what came meanwhile reach the handlers. For the main thread."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
 
 
 def _supervision(trainer: ProcessesConfig) -> dict[str, Any]:

@@ -23,6 +23,7 @@ import torch.distributed
 
 from aligner.algorithms.lives import ask_for_restart
 from aligner.cli import exit_codes
+from aligner.cli.launch import release_stop_requests
 from aligner.cli.start import start_rank, step_of, tidy_up
 from aligner.distributed import platform
 from aligner.distributed.collectives import barrier
@@ -49,11 +50,13 @@ def run_rank(root: Any, body: Callable[[Any, RunContext], None]) -> int:
     is_new = given is None or not given.exists()
     signals = StopSignals()
     signals.install()
+    release_stop_requests()
     end_with_launcher()
     step, reason = None, "finished"
     failure: AlignerError | None = None
     try:
         context = start_rank(root, signals)
+        context.poll()
         body(root, context)
     except Stopped as stopped:
         code = _end_stopped(root, context, stopped)

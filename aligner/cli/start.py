@@ -39,7 +39,6 @@ def start_rank(root: Any, signals: StopSignals | None = None) -> RunContext:
     Raises:
         ConfigError: the run directory cannot be written or belongs to another command.
         RunInUseError: another process uses it.
-        Stopped: a stop was asked for meanwhile.
     """
     began = time.time()
     trains = isinstance(root.trainer, TrainerConfig)
@@ -72,7 +71,6 @@ def start_rank(root: Any, signals: StopSignals | None = None) -> RunContext:
     context.held.callback(watchdog.stop)
     watchdog.enter("startup")
     faults.hit("startup")
-    context.poll()
     if not trains:
         return context
     with watchdog.idle():  # checksums of all files: minutes for a large model
