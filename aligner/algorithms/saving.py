@@ -39,7 +39,9 @@ class RunSaver:
         say: Callable[[str], None],
     ):
         retention = Retention(config.keep_last, config.keep_every, config.best_metric, config.best_mode)
-        self.checkpointer = Checkpointer(context.run_dir, retention=retention, async_save=config.async_save)
+        self.checkpointer = Checkpointer(
+            context.run_dir, retention=retention, async_save=config.async_save, may_publish=context.holds_run
+        )
         self.keep_unfinished: Keep | None = None
         self.longest_save_s = 0.0
         self._resume_from = context.resume_from

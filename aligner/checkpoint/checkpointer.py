@@ -85,13 +85,22 @@ class Checkpointer:
     Args:
         retention: which ones to keep; the one that was loaded and pinned ones always stay.
         async_save: write in the background, where :meth:`save` is not told to wait.
+        may_publish: asked by rank 0 before a checkpoint is made to exist: whether the run is still this process's.
     """
 
-    def __init__(self, run_dir: Path, *, retention: Retention = KEEP_ALL, async_save: bool = False) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        retention: Retention = KEEP_ALL,
+        async_save: bool = False,
+        may_publish: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.directory = Path(run_dir) / "checkpoints"
         self.resumed_from: Path | None = None
         self._retention = retention
         self._async = async_save
+        self._may_publish = may_publish
         self._staging = Staging()
         self._planners: dict[str, Planner] = {}
         self._flight: _Flight | None = None
@@ -251,6 +260,8 @@ class Checkpointer:
     def _publish(self, plan: Snapshot, gathered: list[tuple[Outcome, float]]) -> tuple[Published | None, str]:
         """Make the checkpoint exist, then delete those that retention does not keep. Rank 0."""
         began = time.perf_counter()
+        if not self._may_publish():
+            return None, "another process took over the run directory"
         outcomes = [outcome for outcome, _ in gathered]
         try:
             whole = plan.describe(outcomes, self._best(plan))

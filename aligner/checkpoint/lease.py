@@ -210,6 +210,13 @@ class Lease:
 
     # ------------------------------------------------------------------ holding it
 
+    def holds(self) -> bool:
+        """Whether the lease is still this process's, by what the disk says; ask before publishing something."""
+        try:
+            return not self.lost and _token_of(_read(self._path)) == self.holder.token
+        except OSError:
+            return not self.lost  # the publishing will tell
+
     def _keep(self) -> None:
         while not self._ended.wait(self._beat_s):
             try:

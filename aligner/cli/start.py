@@ -57,6 +57,7 @@ def start_rank(root: Any, signals: StopSignals | None = None) -> RunContext:
         deadline=on_all_ranks(lambda: _deadline(root.trainer, began) if trains and platform.rank() == 0 else None),
         stop=signals,
         watchdog=watchdog,
+        holds_run=lease.holds if lease is not None else lambda: True,
     )
     if lease is not None:
         context.held.callback(lease.release)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ class RunContext:
     """``run_dir`` is the same path on every rank; ``rank`` and ``world_size`` are global.
 
     ``resume_from`` is the sound checkpoint that this life continues, the same on every rank; None: a new run.
+    ``holds_run``: whether the run directory is still this process's (rank 0 knows, the others say yes).
     ``deadline``: when this life must have ended, in seconds since the epoch; None: never. ``held`` ends with the life:
     the lease of the run directory, the watchdog.
     """
@@ -28,6 +30,7 @@ class RunContext:
     deadline: float | None = None
     stop: StopSignals = field(default_factory=StopSignals)
     watchdog: Watchdog = field(default_factory=Watchdog)
+    holds_run: Callable[[], bool] = lambda: True
     held: ExitStack = field(default_factory=ExitStack)
 
     def poll(self) -> None:

@@ -193,3 +193,15 @@ def test_a_rank_killed_while_saving(tmp_path: Path, is_async: bool, spec: str) -
     names = [path.name for path in manifest.published(tmp_path / "checkpoints")]
     assert names == ["step_00000001"], "the killed save counts, or took another along"
     run_ranks(2, _life_after, str(tmp_path), is_async)
+
+
+def _taken_over(directory: str) -> None:
+    _, models = _begin(directory, True)
+    checkpointer = Checkpointer(Path(directory), async_save=True, may_publish=lambda: platform.rank() != 0)
+    report = _report(checkpointer, 1, models)
+    assert report.error == "another process took over the run directory"
+    assert _names(checkpointer) == []
+
+
+def test_a_run_that_lost_its_directory_publishes_nothing(tmp_path: Path) -> None:
+    run_ranks(2, _taken_over, str(tmp_path))

@@ -210,7 +210,9 @@ def test_a_holder_that_was_paused_notices(tmp_path: Path) -> None:
 
 def test_a_lease_that_was_held_and_released_by_another_is_lost(tmp_path: Path) -> None:
     lease = Lease.acquire(tmp_path, beat_s=0.1)
+    assert lease.holds()
     (tmp_path / LEASE_FILE).unlink()
+    assert not lease.holds()  # at once, not at the next beat
     deadline = time.monotonic() + 20
     while not lease.lost:
         assert time.monotonic() < deadline
