@@ -91,8 +91,9 @@ class Scenarios:
         """Reaches its time limit: two minutes, with the signal 60 to 90 seconds before. Its second life has more."""
         short = ("cluster.time='00:02:00'", "cluster.signal_lead=60")
         run_dir, job, printed = self.submit_ppo("limit", *short, holds=True)
-        wait_for(lambda: self.facts(job)["Restarts"] == "1", TIMEOUT_S, "the limit was reached")
-        self.cluster.run("scontrol", "update", f"jobid={job}", "timelimit=10")
+        wait_for(lambda: self.facts(job)["Restarts"] == "1" or self.is_over(job), TIMEOUT_S, "the limit was reached")
+        if not self.is_over(job):
+            self.cluster.run("scontrol", "update", f"jobid={job}", "timelimit=10")
         return self.end(run_dir, job, printed)
 
     def node(self) -> Outcome:
@@ -194,6 +195,9 @@ class Scenarios:
     def is_submitted(self, name: str) -> bool:
         return (self.base / "runs" / name / "slurm" / "events.jsonl").exists()
 
+    def is_over(self, job: str) -> bool:
+        return self.facts(job)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
     def facts(self, job: str) -> dict[str, str]:
         return dict(re.findall(r"(\S+?)=(\S*)", self.cluster.run("scontrol", "show", "job", "-o", job)))
 
@@ -208,9 +212,8 @@ class Scenarios:
 
     def end(self, run_dir: Path, job: str, printed: str) -> Outcome:
         """Wait until the job has ended and nothing is left of it in the queue."""
-        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         try:
-            wait_for(lambda: self.facts(job)["JobState"] in over, TIMEOUT_S, f"job {job} ({run_dir.name}) has ended")
+            wait_for(lambda: self.is_over(job), TIMEOUT_S, f"job {job} ({run_dir.name}) has ended")
         except AssertionError as error:
             log = run_dir / "slurm" / "job.log"
             raise AssertionError(f"{error}\n{log.read_text()[-3000:] if log.exists() else 'no log'}") from None
