@@ -338,11 +338,12 @@ def _process_started(pid: int) -> str | None:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:  # there is none, or it is another user's and hidden, or this system has no /proc
-        return "" if _exists(pid) else None
+        return "" if process_exists(pid) else None
     return None if fields[0] in "ZX" else fields[19]
 
 
-def _exists(pid: int) -> bool:
+def process_exists(pid: int) -> bool:
+    """Whether a process of this machine has the id, whoever owns it."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from aligner.checkpoint import manifest
+from aligner.checkpoint.lease import process_exists
 from aligner.errors import CheckpointError
 
 DIRECTORY = "pins"
@@ -101,20 +102,10 @@ def _holder(file: Path) -> str:
         content = json.loads(file.read_text(encoding="utf-8"))
         by, beat = str(content["by"]), file.stat().st_mtime
         if content["heartbeat"]:
-            gone = content["host"] == socket.gethostname() and not _lives(int(content["pid"]))
+            gone = content["host"] == socket.gethostname() and not process_exists(int(content["pid"]))
             return "" if gone or time.time() - beat > STALE_S else by
         return by if Path(by).exists() else ""
     except FileNotFoundError:
         return ""
     except (OSError, ValueError, KeyError, TypeError):
         return f"unreadable pin {file.name}"
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True

@@ -6,7 +6,6 @@ Reads files that are being written: what is torn or missing is left out. Imports
 from __future__ import annotations
 
 import json
-import os
 import socket
 import statistics
 import time
@@ -18,7 +17,7 @@ from typing import Any
 import yaml
 
 from aligner.checkpoint import manifest
-from aligner.checkpoint.lease import LEASE_FILE, STALE_AFTER_S
+from aligner.checkpoint.lease import LEASE_FILE, STALE_AFTER_S, process_exists
 from aligner.cli.options import OptionParser
 from aligner.config.run_file import CONFIG_FILE
 from aligner.errors import CheckpointError
@@ -218,7 +217,7 @@ def _state_without_end(run_dir: Path, last: Life, facts: Mapping[str, str] | Non
     if facts is not None:
         return "killed", f"{where}; job {last.job} is {facts['JobState']}"
     if last.host == socket.gethostname():
-        return ("running", where) if _process_exists(last.pid) else ("killed", f"{where} is gone")
+        return ("running", where) if process_exists(last.pid) else ("killed", f"{where} is gone")
     try:
         silent = time.time() - (run_dir / LEASE_FILE).stat().st_mtime
     except OSError:
@@ -226,16 +225,6 @@ def _state_without_end(run_dir: Path, last: Life, facts: Mapping[str, str] | Non
     if silent > STALE_AFTER_S:
         return "killed", f"{where} has given no sign of life for {_duration(silent)}"
     return "running", where
-
-
-def _process_exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 # --------------------------------------------------------------------------- text
