@@ -95,9 +95,12 @@ class TrainingRun:
         self._deadline = Deadline(context.deadline)
         self.progress = StepProgress(title, root.trainer.max_steps, rank=context.rank, initial=self.step, shown=shown)
         self.timers = PhaseTimers(on_enter=self._enter_phase, synchronize=platform.synchronize)
+        had_rows = _has_rows(context.run_dir / METRICS_FILE)
         self.logger = self._open_logger()
         self._row_started = time.perf_counter()
         self._messages = [*remarks, *schedule_remarks(root, models, self.step)]
+        if context.resume_from is None and had_rows:
+            self._messages.append(f"{context.run_dir} has no checkpoint: its steps were never saved, so it starts anew")
 
     # ------------------------------------------------------------------ begin and end
 
@@ -278,6 +281,10 @@ class TrainingRun:
             except OSError as full:
                 kept = f"the step's data could not be kept in {directory} ({full.strerror or full})"
             raise TrainingError(f"step {step}: {error}; {kept}") from error
+
+
+def _has_rows(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
 
 
 def _due(step: int, interval: int, last: int) -> bool:

@@ -85,11 +85,13 @@ class Staging:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of ``tensors``, valid until the next call. Raises MemoryError; then there is no copy.
+        """The bytes of ``tensors``, copied; valid until the next call. Raises MemoryError; then there is no copy.
 
-        Memory that training will want is left: Linux promises more than there is, and kills who takes it.
+        What stands twice in ``tensors`` (fp32 weights are their optimizer's masters too) is copied once. Memory that
+        training will want is left: Linux promises more than there is, and kills who takes it.
         """
-        needed = sum(tensor.nbytes for tensor in tensors)
+        places = [(tensor.device, tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+        needed = sum(size for _, _, size in set(places))
         if self._buffer.numel() < needed:
             self._buffer = torch.empty(0, dtype=torch.uint8)
             available = psutil.virtual_memory().available // platform.rank_environment().local_world_size
@@ -99,9 +101,10 @@ class Staging:
                 self._buffer = torch.empty(needed, dtype=torch.uint8)
             except RuntimeError as error:
                 raise MemoryError(str(error)) from None
-        found, start = [], 0
-        for tensor in tensors:
-            copy = self._buffer[start : start + tensor.nbytes]
-            found.append(copy.copy_(tensor.reshape(-1).view(torch.uint8)))
-            start += tensor.nbytes
-        return found
+        found: dict[tuple[torch.device, int, int], torch.Tensor] = {}
+        start = 0
+        for place, tensor in zip(places, tensors, strict=True):
+            if place not in found:
+                found[place] = self._buffer[start : start + tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
+                start += tensor.nbytes
+        return [found[place] for place in places]

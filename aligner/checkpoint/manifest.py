@@ -84,11 +84,11 @@ def step_of(path: Path) -> int | None:
 
 
 def published(directory: Path) -> list[Path]:
-    """The checkpoints in ``directory``, damaged or not, oldest step first. A directory without a manifest is none."""
+    """The checkpoints in ``directory``, oldest step first, damaged or not: a name exists only once all is written."""
     if not directory.is_dir():
         return []
     steps = {path: step_of(path) for path in directory.iterdir()}
-    found = [(step, path) for path, step in steps.items() if step is not None and (path / FILE).is_file()]
+    found = [(step, path) for path, step in steps.items() if step is not None and path.is_dir()]
     return [path for _, path in sorted(found)]
 
 
@@ -235,6 +235,8 @@ def parse(directory: Path) -> Manifest:
             best=content["best"],
             time=content["time"],
         )
+    except FileNotFoundError:
+        raise CheckpointError(f"{directory} is not a complete checkpoint: {FILE} is missing") from None
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise CheckpointError(f"{directory} is not a complete checkpoint: {type(error).__name__}: {error}") from error
 

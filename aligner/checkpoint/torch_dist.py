@@ -39,6 +39,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from aligner.checkpoint import manifest
 from aligner.checkpoint.agreement import together
+from aligner.checkpoint.shard_file import ShardFile
 from aligner.distributed import collectives, platform
 from aligner.errors import CheckpointError
 
@@ -81,7 +82,7 @@ class Shards:
         if not self.items:
             return done
         name = f"__{self.rank}_0.distcp"
-        with manifest.SummedFile(directory / name) as file:
+        with ShardFile(directory / name) as file:
             for item in self.items:
                 start = file.tell()
                 file.write(item.head)

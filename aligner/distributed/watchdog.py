@@ -40,6 +40,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
         self._phase = ""
+        self._default, self._timeouts = math.inf, dict[str, float]()
         self._last = 0.0
         self._idle = 0
         self._failure_seen: float | None = None

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +70,7 @@ class MetricsLogger:
         self._last_step = _drop_after(path, resumed_step)
         drop_samples_after(run_dir, resumed_step)
         self._file = path.open("a", encoding="utf-8")
+        threading.excepthook = _tell_full_disk
         purge_step = 0 if resumed_step is None else resumed_step + 1
         self._writer = SummaryWriter(str(run_dir / TENSORBOARD_DIR), purge_step=purge_step)
 
@@ -86,10 +90,11 @@ class MetricsLogger:
         self._writer.flush()
 
     def close(self) -> None:
-        """Close both sinks. Safe to call twice."""
-        if self._file is not None and self._writer is not None:
-            self._file.close()
-            self._writer.close()
+        """Close both sinks. Safe to call twice; what a full disk no longer takes was told when it was logged."""
+        for sink in (self._file, self._writer):
+            if sink is not None:
+                with suppress(OSError):
+                    sink.close()
         self._file = self._writer = None
 
     def __enter__(self) -> MetricsLogger:
@@ -97,6 +102,14 @@ class MetricsLogger:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _tell_full_disk(failed: threading.ExceptHookArgs) -> None:
+    """One line where TensorBoard's thread cannot write; the traceback of any other failed thread."""
+    if isinstance(failed.exc_value, OSError) and "AsyncWriter" in type(failed.thread).__name__:
+        print(f"TensorBoard files cannot be written: {failed.exc_value.strerror}", file=sys.stderr, flush=True)
+        return
+    threading.__excepthook__(failed)
 
 
 def _drop_after(path: Path, resumed_step: int | None) -> int | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 from aligner.checkpoint import manifest
+from aligner.checkpoint.deletion import DELETION_THREAD
 
 
 def fake_checkpoint(directory: Path, step: int, **fields: Any) -> Path:
@@ -30,3 +32,10 @@ def fake_checkpoint(directory: Path, step: int, **fields: Any) -> Path:
     }
     manifest.write(path, manifest.Manifest(step, 1, files=files, **(described | fields)))
     return path
+
+
+def wait_for_deletions() -> None:
+    """Until the files of deleted checkpoints are gone."""
+    for thread in threading.enumerate():
+        if thread.name == DELETION_THREAD:
+            thread.join()

@@ -21,6 +21,7 @@ from aligner.checkpoint.snapshot import Snapshot
 from aligner.distributed import collectives, platform
 from aligner.distributed.topology import Degrees
 from aligner.models.role_model import RoleModel
+from tests.checkpoint.fake import wait_for_deletions
 from tests.checkpoint.small import ONE, PP2, TP2, TP2PP2, Counter, all_bytes, fill, start, states, three_roles, train
 from tests.distributed.spawn import run_ranks
 
@@ -135,6 +136,8 @@ def _several(directory: str) -> None:
     for name in kept:
         step = checkpointer.load(checkpointer.directory / name, models, {"counter": counter})
         assert all_bytes(models) == contents[step], name
+    wait_for_deletions()
+    collectives.barrier()
     assert not list(checkpointer.directory.glob(".tmp-*"))
     _check_manifest(kept["step_00000005"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import threading
@@ -12,8 +13,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from aligner.checkpoint import manifest
+from aligner.checkpoint import manifest, shard_file
 from aligner.checkpoint.async_write import BackgroundWriter, DoneHere, Staging
+from aligner.checkpoint.shard_file import ShardFile
 from aligner.checkpoint.torch_dist import Item, Planner, Shards, _frame
 
 KINDS = [
@@ -65,6 +67,8 @@ def test_copies_do_not_change_and_their_memory_is_used_again() -> None:
         tensor.fill_(99)
     for copy, old in zip(copies, before, strict=True):
         assert copy.view(old.dtype).view(old.shape).equal(old)
+    twice = staging.copies([tensors[0], tensors[0].view(1, 5), tensors[0][:4]])
+    assert [copy.nbytes for copy in twice] == [40, 40, 32] and twice[0] is twice[1]
     again = staging.copies(tensors[:2])
     assert again[0].data_ptr() == copies[0].data_ptr()
 
@@ -77,6 +81,29 @@ def test_memory_that_training_wants_is_left(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(MemoryError, match="GiB are available"):
         Staging().copies([torch.zeros(126)])
     assert len(Staging().copies([torch.zeros(100)])) == 1
+
+
+@pytest.mark.parametrize("sizes", [(), (10,), (8 << 20,), (5_000_001, 3, 9_999_999, 0, 1 << 20)])
+@pytest.mark.parametrize("direct", [True, False])
+def test_large_files_are_summed_while_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], direct: bool
+) -> None:
+    if not direct:
+        monkeypatch.setattr(shard_file, "_DIRECT", 0)
+    generator = torch.Generator().manual_seed(1)
+    parts = [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).numpy() for size in sizes]
+    with ShardFile(tmp_path / "file") as file:
+        for part in parts:
+            file.write(part)
+    content = b"".join(part.tobytes() for part in parts)
+    assert (tmp_path / "file").read_bytes() == content and file.tell() == len(content)
+    assert file.entry == (len(content), hashlib.sha256(content).hexdigest())
+
+
+@pytest.mark.parametrize("size", [10, 30_000_000])
+def test_a_large_file_on_a_full_disk(size: int) -> None:
+    with pytest.raises(OSError, match="No space left"), ShardFile(Path("/dev/full")) as file:
+        file.write(bytes(size))
 
 
 @pytest.mark.parametrize(("dtype", "shape"), KINDS)

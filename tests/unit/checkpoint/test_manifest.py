@@ -37,12 +37,14 @@ def test_the_newest_sound_checkpoint_is_found(tmp_path: Path, capsys: pytest.Cap
     assert all(path.is_dir() for path in paths)
 
 
-def test_steps_are_ordered_as_numbers_and_only_complete_ones_count(tmp_path: Path) -> None:
+def test_steps_are_ordered_as_numbers_and_one_without_a_manifest_is_damaged(tmp_path: Path) -> None:
     paths = [fake_checkpoint(tmp_path, step) for step in (99_999_999, 100_000_000, 5)]
     for name in ("step_00000007", ".tmp-step_00000008.abc", "step_x"):
         (tmp_path / name).mkdir()
-    (tmp_path / "latest").write_text("step_00000007\n")
-    assert manifest.published(tmp_path) == [paths[2], paths[0], paths[1]]
+    (tmp_path / "step_00000009").touch()
+    lost = tmp_path / "step_00000007"
+    assert manifest.published(tmp_path) == [paths[2], lost, paths[0], paths[1]]
+    assert manifest.damage(lost).endswith("is not a complete checkpoint: manifest.json is missing")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from aligner.checkpoint import manifest
 from aligner.checkpoint.deletion import apply_retention, best_so_far, remove
 from aligner.checkpoint.pins import pin
 from aligner.checkpoint.retention import Retention, best_of, to_delete
-from tests.checkpoint.fake import fake_checkpoint
+from tests.checkpoint.fake import fake_checkpoint, wait_for_deletions
 
 STEPS = range(1, 11)
 
@@ -86,6 +86,7 @@ def test_a_directory_is_thinned(tmp_path: Path) -> None:
     run.rmdir()  # the pin holds while its run exists
     apply_retention(directory, Retention(keep_last=1), protected=())
     assert _steps(directory) == [2, 8, 9]
+    wait_for_deletions()
     assert not list(directory.glob(".tmp-*"))
 
 
