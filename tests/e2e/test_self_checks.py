@@ -53,7 +53,7 @@ def first_step(words: list[str], fault: str) -> str:
         )
     with TrainingRun("ppo", root, context, {}, {}) as training:
         try:
-            ppo_step(ppo, training, RolloutChunks(context, training), 1)
+            ppo_step(ppo, training, RolloutChunks(context, training, ppo.sampled_with), 1)
         except TrainingError as error:
             return str(error)
     return ""

@@ -115,8 +115,9 @@ def test_nothing_of_a_configuration_is_run_by_the_shell(
 
 
 def test_ranks_know_where_to_meet_and_when_the_job_ends(
-    tmp_path: Path, fake_slurm: FakeSlurm, rank_program: list[str]
+    tmp_path: Path, fake_slurm: FakeSlurm, rank_program: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # what is set by the user stays
     script = write_script(job_of(tmp_path, ClusterConfig(nodes=2, command=rank_program, cpus_per_task=3)))
     ports = []
     for restart in ("", "1"):
