@@ -173,6 +173,8 @@ class TrainingRun:
 
     def steps(self) -> Iterator[int]:
         """The steps still to do, counted from 1. The caller finishes each with :meth:`finish_step`."""
+        if self.trainer.save_interval and self.step < self.trainer.max_steps:
+            self._saver.prepare()
         self._row_started = time.perf_counter()
         if self.counters.unvalidated is not None:
             self._finish_row(self.step, self.counters.unvalidated)

@@ -62,6 +62,10 @@ class RunSaver:
             self._newest = (step, self._resume_from)
         return step
 
+    def prepare(self) -> None:
+        """Do before training what the first save in the background would wait for."""
+        self.checkpointer.prepare(self._models)
+
     def settle(self) -> None:
         """Take the state of every component and of the random generators: this is what the next save writes."""
         self._state = {name: component.state_dict() for name, component in self._stateful.items()}

@@ -9,6 +9,7 @@ copies of megabytes to the file system and their checksums.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ import psutil
 import torch
 
 from aligner.distributed import platform
+
+Place = tuple[torch.device, int, int]  # device, address, bytes
 
 LARGEST_SHARE = 0.5  # of the memory that is available when the first copy is made
 
@@ -57,9 +60,8 @@ class BackgroundWriter:
     """``work()`` in a thread that takes only what training leaves of the processor. It ends with the process."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
-        self._work = work
         self._outcome: DoneHere | None = None
-        self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint-writer", daemon=True)
         self._thread.start()
 
     def done(self) -> bool:
@@ -70,41 +72,65 @@ class BackgroundWriter:
         assert self._outcome is not None
         return self._outcome.result()
 
-    def _run(self) -> None:
+    def _run(self, work: Callable[[], Any]) -> None:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # of this thread
-        self._outcome = DoneHere(self._work)
+        self._outcome = DoneHere(work)
 
 
 class Staging:
-    """Memory for the copies, kept from save to save: fresh memory would cost more than the copying."""
+    """Memory for the copies, kept from save to save: fresh memory costs several times the copying."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._reserving: BackgroundWriter | None = None
+
+    def reserve(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Take the memory for copies of such tensors in the background, so that the first copies are quick too."""
+        needed = sum(size for _, _, size in set(_places(tensors)))
+        self._reserving = BackgroundWriter(lambda: _touched(_allocate(needed)))
 
     def copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The bytes of ``tensors``, copied; valid until the next call. Raises MemoryError; then there is no copy.
 
-        What stands twice in ``tensors`` (fp32 weights are their optimizer's masters too) is copied once. Memory that
-        training will want is left: Linux promises more than there is, and kills who takes it.
+        What stands twice in ``tensors`` (fp32 weights are their optimizer's masters too) is copied once.
         """
-        places = [(tensor.device, tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+        places = _places(tensors)
         needed = sum(size for _, _, size in set(places))
+        if self._reserving is not None:
+            reserving, self._reserving = self._reserving, None
+            with contextlib.suppress(MemoryError):
+                self._buffer = reserving.result()
         if self._buffer.numel() < needed:
             self._buffer = torch.empty(0, dtype=torch.uint8)
-            available = psutil.virtual_memory().available // platform.rank_environment().local_world_size
-            if needed > LARGEST_SHARE * available:
-                raise MemoryError(f"{needed / 1024**3:.1f} GiB, but {available / 1024**3:.1f} GiB are available")
-            try:
-                self._buffer = torch.empty(needed, dtype=torch.uint8)
-            except RuntimeError as error:
-                raise MemoryError(str(error)) from None
-        found: dict[tuple[torch.device, int, int], torch.Tensor] = {}
+            self._buffer = _allocate(needed)
+        found: dict[Place, torch.Tensor] = {}
         start = 0
         for place, tensor in zip(places, tensors, strict=True):
             if place not in found:
                 found[place] = self._buffer[start : start + tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
                 start += tensor.nbytes
         return [found[place] for place in places]
+
+
+def _places(tensors: Sequence[torch.Tensor]) -> list[Place]:
+    return [(tensor.device, tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+
+
+def _allocate(needed: int) -> torch.Tensor:
+    """Memory, less than what training will want of it: Linux promises more than there is, and kills who takes it."""
+    available = psutil.virtual_memory().available // platform.rank_environment().local_world_size
+    if needed > LARGEST_SHARE * available:
+        raise MemoryError(f"{needed / 1024**3:.1f} GiB, but {available / 1024**3:.1f} GiB are available")
+    try:
+        return torch.empty(needed, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise MemoryError(str(error)) from None
+
+
+def _touched(buffer: torch.Tensor) -> torch.Tensor:
+    """``buffer``, all pages of it there; not by torch, whose threads would all be busy with it."""
+    ctypes.memset(buffer.data_ptr(), 0, buffer.numel())
+    return buffer

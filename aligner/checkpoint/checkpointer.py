@@ -42,7 +42,7 @@ from aligner.checkpoint.role_state import (
 )
 from aligner.checkpoint.snapshot import Outcome, Snapshot
 from aligner.checkpoint.stateful import Stateful
-from aligner.checkpoint.torch_dist import Planner
+from aligner.checkpoint.torch_dist import Planner, Shards
 from aligner.distributed import collectives, faults, platform
 from aligner.distributed.random_state import rng_state, set_rng_state
 from aligner.errors import CheckpointError
@@ -156,6 +156,12 @@ class Checkpointer:
         self._flight = _Flight(plan, time.perf_counter() - began, writer(plan.write))
         return None if in_background else self._land()
 
+    def prepare(self, models: Mapping[str, RoleModel]) -> None:
+        """Plan and take memory now, so that the first save in the background is as quick as the next. Collective."""
+        if self._async:
+            shards = self._shards(models)
+            self._staging.reserve([item.data for role in shards.values() for item in role.items])
+
     @property
     def in_flight(self) -> bool:
         """Whether there is a save whose report is still to come."""
@@ -194,10 +200,7 @@ class Checkpointer:
             if platform.rank() == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             return None, error
-        shards = {
-            role: self._planners.setdefault(role, Planner()).plan(sharded_state(model, is_loading=False))
-            for role, model in models.items()
-        }
+        shards = self._shards(models)
         small = {manifest.rng_file(platform.rank()): _saved(dict(rng) if rng is not None else rng_state())}
         described = None
         if platform.rank() == 0:
@@ -219,6 +222,12 @@ class Checkpointer:
                 time=time.time(),
             )
         return Snapshot(self.directory, step, temporary, shards, small, described), ""
+
+    def _shards(self, models: Mapping[str, RoleModel]) -> dict[str, Shards]:
+        return {
+            role: self._planners.setdefault(role, Planner()).plan(sharded_state(model, is_loading=False))
+            for role, model in models.items()
+        }
 
     def _make_room(self, temporary: Path, roles: list[str]) -> OSError | None:
         """The empty directories of a save, made by rank 0; what interrupted ones left goes."""

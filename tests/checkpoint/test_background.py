@@ -110,6 +110,7 @@ def _several(directory: str) -> None:
     checkpointer = Checkpointer(Path(directory), async_save=True, retention=Retention(1, 0, "reward", "max"))
     rewards = {1: 0.5, 2: 2.0, 3: 1.0, 4: float("nan"), 5: 0.1}
     contents = {}
+    checkpointer.prepare(models)
     for step, reward in rewards.items():
         train(models, counter, range(step, step + 1))
         contents[step] = all_bytes(models)

@@ -73,11 +73,25 @@ def test_copies_do_not_change_and_their_memory_is_used_again() -> None:
     assert [copy.nbytes for copy in twice] == [40, 40, 32] and twice[0] is twice[1]
 
 
+def test_memory_can_be_taken_in_advance() -> None:
+    staging, tensors = Staging(), [torch.arange(5), torch.ones(2, 3)]
+    staging.reserve(tensors)
+    assert staging._reserving is not None
+    reserved = staging._reserving.result()
+    copies = staging.copies(tensors)
+    assert copies[0].data_ptr() == reserved.data_ptr() and reserved.nbytes == 64
+    assert copies[1].view(torch.float32).view(2, 3).equal(tensors[1])
+
+
 def test_memory_that_training_wants_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     class _Little:
         available = 1000
 
     monkeypatch.setattr(psutil, "virtual_memory", lambda: _Little)
+    staging = Staging()
+    staging.reserve([torch.zeros(126)])
+    with pytest.raises(MemoryError, match="GiB are available"):
+        staging.copies([torch.zeros(126)])
     with pytest.raises(MemoryError, match="GiB are available"):
         Staging().copies([torch.zeros(126)])
     assert len(Staging().copies([torch.zeros(100)])) == 1
