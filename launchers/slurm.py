@@ -109,6 +109,8 @@ def submission_environment(job: Job, environ: Mapping[str, str]) -> dict[str, st
 def _explain(cluster: ClusterConfig, said: str) -> str:
     """One line: sbatch's words, and the keys that they are about with their values."""
     lower = said.lower()
+    if "configuration source" in lower or "unable to contact slurm controller" in lower:
+        return f"no Slurm can be reached from here ({said}); submit where sinfo works, or use --dry-run"
     keys = list(dict.fromkeys(key for word, names in _REFUSALS.items() if word in lower for key in names))
     values = ", ".join(f"cluster.{key}={_shown(getattr(cluster, key))}" for key in keys)
     message = f"sbatch refuses the job: {said}"

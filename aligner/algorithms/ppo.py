@@ -7,8 +7,11 @@ rank holds the whole batch of a step on the CPU; each role computes the rows of 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from aligner.algorithms.ppo_checks import check_first_rollout
 from aligner.algorithms.ppo_metrics import rollout_metrics
@@ -20,6 +23,7 @@ from aligner.checkpoint.stateful import Stateful
 from aligner.config.schema import PPORoot
 from aligner.data.datasets import PromptDataset
 from aligner.data.loader import ShardedOrder
+from aligner.data.samples import PromptSample
 from aligner.distributed.context import RunContext
 from aligner.generation.engine import GenerationEngine, SamplingParams
 from aligner.monitoring import metrics as names
@@ -27,6 +31,7 @@ from aligner.phases.datasets import open_prompts
 from aligner.phases.engine import build_engine, sampling_params
 from aligner.phases.identity import run_identity
 from aligner.phases.roles import PPORoles, load_ppo_roles
+from aligner.rewards.protocol import RewardOutput
 from aligner.rollout.advantages import with_advantages
 from aligner.rollout.batch import RolloutBatch
 from aligner.rollout.collect import collect, reward_requests
@@ -96,21 +101,20 @@ def ppo_step(
     A stop request ends it by raising Stopped before TRAIN; what is sampled is kept (``chunks``). A step whose training
     has begun is finished.
     """
-    config, roles, timers = ppo.config.ppo, ppo.roles, training.timers
-    seed, pack = ppo.config.trainer.seed, ppo.config.data.pack_length
+    config = ppo.config.ppo
 
     # 1 ROLLOUT: the engine takes the policy's weights; ids, lengths and finish reasons are kept as sampled
-    with timers("rollout"):
+    with training.timers("rollout"):
         prompts = [ppo.prompts[index] for index in ppo.order.next_batch()]
         ppo.engine.resume()
         ppo.engine.publish(version=step - 1)
         batch = collect(
             ppo.engine,
-            roles.actor.topology,
+            ppo.roles.actor.topology,
             prompts,
             ppo.sampling,
             samples_per_prompt=config.samples_per_prompt,
-            run_seed=seed,
+            run_seed=ppo.config.trainer.seed,
             step=step,
             chunk_size=config.rollout_chunk_size,
             chunks=chunks.of_step(step),
@@ -120,26 +124,7 @@ def ppo_step(
         ppo.engine.release()
 
     # 2 SCORE: whole responses by the reward; per-token log-probs by policy and reference; values by the critic
-    training.poll()
-    with timers("reward"):
-        reward = roles.reward.score(reward_requests(batch, prompts, roles.tokenizer))
-    training.poll()
-    with timers("logprobs"):
-        policy_BT, entropy_BT = logprobs_and_entropy_of(
-            roles.actor, batch, temperature=ppo.temperature, pack_length=pack
-        )
-        training.poll()
-        reference_BT = logprobs_of(roles.reference, batch, temperature=ppo.temperature, pack_length=pack)
-    training.poll()
-    with timers("values"):
-        values_BT, bootstrap_B = values_of(roles.critic, batch, pack_length=pack)
-    batch = batch.replace(
-        scores_B=reward.scores_B,
-        policy_logprobs_BT=policy_BT,
-        reference_logprobs_BT=reference_BT,
-        values_BT=values_BT,
-        bootstrap_values_B=bootstrap_B,
-    )
+    batch, reward, entropy_BT = _score(ppo, training, batch, prompts)
     if step == 1 and config.self_check:
         check_first_rollout(ppo, batch)
 
@@ -163,6 +148,37 @@ def ppo_step(
     chunks.trained()
     ppo.kl.update(metrics[names.INIT_POLICY_KL], len(batch))
     return batch, metrics | updates
+
+
+def _score(
+    ppo: PPO, training: TrainingRun, batch: RolloutBatch, prompts: Sequence[PromptSample]
+) -> tuple[RolloutBatch, RewardOutput, torch.Tensor]:
+    """``batch`` with scores, log-probs and values; what the reward said; [B, T] the policy's entropy. Collective.
+
+    Between two models' passes a stop request is looked for.
+    """
+    roles, timers, pack = ppo.roles, training.timers, ppo.config.data.pack_length
+    training.poll()
+    with timers("reward"):
+        reward = roles.reward.score(reward_requests(batch, prompts, roles.tokenizer))
+    training.poll()
+    with timers("logprobs"):
+        policy_BT, entropy_BT = logprobs_and_entropy_of(
+            roles.actor, batch, temperature=ppo.temperature, pack_length=pack
+        )
+        training.poll()
+        reference_BT = logprobs_of(roles.reference, batch, temperature=ppo.temperature, pack_length=pack)
+    training.poll()
+    with timers("values"):
+        values_BT, bootstrap_B = values_of(roles.critic, batch, pack_length=pack)
+    scored = batch.replace(
+        scores_B=reward.scores_B,
+        policy_logprobs_BT=policy_BT,
+        reference_logprobs_BT=reference_BT,
+        values_BT=values_BT,
+        bootstrap_values_B=bootstrap_B,
+    )
+    return scored, reward, entropy_BT
 
 
 def _update(ppo: PPO, training: TrainingRun, batch: RolloutBatch, step: int) -> dict[str, float]:

@@ -373,7 +373,7 @@ def newest_complete(directory: Path) -> Path | None:
         damage = manifest.damage(path)
         if not damage:
             return path
-        print(f"passed over the damaged checkpoint {path}: {damage}", flush=True)
+        print(verify.passed_over(path, damage), flush=True)
     return None
 
 

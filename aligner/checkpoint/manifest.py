@@ -7,6 +7,7 @@ of every other file. Imports without torch.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -90,6 +91,14 @@ def published(directory: Path) -> list[Path]:
     steps = {path: step_of(path) for path in directory.iterdir()}
     found = [(step, path) for path, step in steps.items() if step is not None and path.is_dir()]
     return [path for _, path in sorted(found)]
+
+
+def point_to(checkpoint: Path) -> None:
+    """Name ``checkpoint`` in the ``latest`` file: a hint for people and tools, so a failure is none."""
+    partial = checkpoint.with_name(f"{TEMPORARY}{LATEST}")
+    with contextlib.suppress(OSError):
+        partial.write_text(f"{checkpoint.name}\n", encoding="utf-8")
+        partial.replace(checkpoint.with_name(LATEST))
 
 
 def fingerprint() -> dict[str, str]:

@@ -9,7 +9,6 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import shutil
@@ -103,7 +102,7 @@ class Snapshot:
         else:
             os.rename(self.temporary, self.final)
             manifest.sync(self.directory)
-        _point_to(self.final)
+        manifest.point_to(self.final)
 
     def discard(self) -> None:
         """Remove what was written. Rank 0; never raises."""
@@ -147,11 +146,3 @@ def _exchange(new: Path, old: Path) -> None:
     os.rename(old, aside)
     os.rename(new, old)
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _point_to(final: Path) -> None:
-    """The ``latest`` file: a hint for people and tools, so a failure is none."""
-    partial = final.with_name(f"{manifest.TEMPORARY}{manifest.LATEST}")
-    with contextlib.suppress(OSError):
-        partial.write_text(f"{final.name}\n", encoding="utf-8")
-        partial.replace(final.with_name(manifest.LATEST))

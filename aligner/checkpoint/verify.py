@@ -26,15 +26,26 @@ def newest_sound(directory: Path) -> Path | None:
         found, problem = check(path)
         if found is not None:
             return path
-        reason = reason or f"{path.name}: {problem}"
+        reason = reason or _bare(path, problem)
         if platform.rank() == 0:
-            print(f"passed over the damaged checkpoint {path}: {problem}", flush=True)
+            print(passed_over(path, problem), flush=True)
     if candidates:
         raise CheckpointError(
             f"all {len(candidates)} checkpoints in {directory} are damaged ({reason}); bring one back from a copy, or "
             "move the directory away to start anew"
         )
     return None
+
+
+def passed_over(path: Path, problem: str) -> str:
+    """What is told about a checkpoint that is not used because of ``problem``."""
+    return f"passed over the damaged checkpoint {path}: {_bare(path, problem)}"
+
+
+def _bare(path: Path, problem: str) -> str:
+    """``problem`` without the path and the advice that an error about ``path`` has."""
+    bare = problem.removesuffix("; use another checkpoint")
+    return bare.removeprefix(f"{path} is damaged: ").removeprefix(f"{path} is ")
 
 
 def require(path: Path, under: str = "") -> manifest.Manifest:

@@ -170,6 +170,9 @@ def _remove(words: Sequence[str]) -> int:
             raise CheckpointError(f"{path} is the only sound checkpoint of the run; add --force to remove it")
     if not remove(directory, step, even_pinned=options.force):
         raise CheckpointError(f"{path} was pinned just now, so it is kept; add --force to remove it")
+    newest = _newest_sound(directory)
+    if newest is not None:
+        manifest.point_to(newest)
     print(f"removed {path}")
     return 0
 

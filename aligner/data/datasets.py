@@ -8,6 +8,7 @@ report, the same samples or the same error. After it, ``dataset[i]`` is the i-th
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -101,7 +102,7 @@ class _Encoded(Generic[S]):
     lengths: tuple[int, ...]
 
 
-class _RowDataset(Generic[S]):
+class _RowDataset(ABC, Generic[S]):
     """What the three data sets share: rows, filter, check, access. Subclasses turn one row into one sample."""
 
     def __init__(
@@ -239,9 +240,9 @@ class _RowDataset(Generic[S]):
         keep = 1 if ids[0] == self._tokenizer.bos_id and count + 1 < len(ids) else 0
         return ids[:keep] + ids[keep + count :]
 
+    @abstractmethod
     def _encode(self, row: dict[str, Any], where: str) -> _Encoded[S]:
         """Turn ``row`` into a sample; DataErrors raised here begin with the field, the caller adds the place."""
-        raise NotImplementedError
 
 
 class TextDataset(_RowDataset[TextSample]):

@@ -20,6 +20,7 @@ LIVES_FILE = "lives.jsonl"
 RESTART_FILE = "restart_requested"
 ERRORS_DIRECTORY = "errors"
 FILES = (LIVES_FILE, RESTART_FILE)
+_MEANT = (0, 2, 3, 4, 5, 6, 7, 9, 76, 130)  # exit codes of lives that end as they are meant to, or would fail again
 NO_PROGRESS_LIMIT = 3  # lives that leave the run where it was, after which no further restart is asked for
 
 #: Exit codes of lives that nobody starts again but a person: finished, an error of the user, in use, stopped by hand.
@@ -87,8 +88,8 @@ def read_lives(run_dir: Path) -> list[Life]:
 
 
 def restarts(lives: Sequence[Life]) -> int:
-    """How often the run was started again."""
-    return max(0, len(lives) - 1)
+    """How often the run was started again after a life that asked for it, crashed, hung or was killed."""
+    return sum(before.exit_code not in _MEANT for before in lives[:-1])
 
 
 def no_progress(lives: Sequence[Life], *, step: int, samples: int = 0, limit: int = NO_PROGRESS_LIMIT) -> bool:

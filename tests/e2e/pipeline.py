@@ -107,6 +107,16 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k != "time" and not k.startswith(volatile)} for row in rows]
 
 
+def assert_same_run(run_dir: Path, expected: Path, steps: int) -> None:
+    """The same metrics in every step, and after ``steps`` the same bits of weights and optimizer."""
+    assert metrics(run_dir) == metrics(expected)
+    last = f"checkpoints/step_{steps:08d}"
+    found, wanted = checkpoint_tensors(run_dir / last), checkpoint_tensors(expected / last)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].equal(tensor), name
+
+
 def checkpoint_tensors(checkpoint: Path) -> dict[str, Any]:
     """Every tensor of every role in a checkpoint, by name, read without Megatron."""
     import torch

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.pipeline import checkpoint_tensors, metrics, overrides, write_chat_model, write_data
+from tests.e2e.pipeline import assert_same_run, metrics, overrides, write_chat_model, write_data
 
 STEPS = 3
 REWARD = """
@@ -55,15 +55,6 @@ def straight(base: Path) -> Path:
     return base / "straight"
 
 
-def assert_like_straight(run_dir: Path, straight: Path) -> None:
-    assert metrics(run_dir) == metrics(straight)
-    last = f"checkpoints/step_{STEPS:08d}"
-    found, expected = checkpoint_tensors(run_dir / last), checkpoint_tensors(straight / last)
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert bool((found[name] == tensor).all()), name
-
-
 @pytest.mark.parametrize(
     ("fault", "line"),
     [
@@ -85,7 +76,7 @@ def test_a_crash_is_made_good(fault: str, line: str, base: Path, straight: Path,
     if fault.endswith("hang"):
         assert all((kept / f"stacks_rank_{rank}.txt").is_file() for rank in (0, 1))
         assert "in _fire" in (kept / "stacks_rank_1.txt").read_text()
-    assert_like_straight(run_dir, straight)
+    assert_same_run(run_dir, straight, STEPS)
 
 
 def test_a_full_disk_costs_one_checkpoint(base: Path, straight: Path, tmp_path: Path) -> None:
@@ -95,7 +86,7 @@ def test_a_full_disk_costs_one_checkpoint(base: Path, straight: Path, tmp_path: 
     assert "No space left on device" in done.stdout + done.stderr and "restart" not in done.stderr
     published = sorted(path.name for path in (run_dir / "checkpoints").glob("*step_*"))
     assert published == ["step_00000002", "step_00000003"]
-    assert_like_straight(run_dir, straight)
+    assert_same_run(run_dir, straight, STEPS)
 
 
 def test_a_loss_that_is_not_a_number_ends_the_run(base: Path, tmp_path: Path) -> None:

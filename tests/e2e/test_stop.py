@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from aligner.monitoring.lives import read_lives
-from tests.e2e.pipeline import checkpoint_tensors, metrics, overrides, write_chat_model, write_data
+from tests.e2e.pipeline import assert_same_run, metrics, overrides, write_chat_model, write_data
 
 STEPS = 3
 REWARD = """
@@ -74,15 +74,6 @@ def straight(base: Path) -> Path:
     return run_dir
 
 
-def assert_like_straight(run_dir: Path, straight: Path) -> None:
-    assert metrics(run_dir) == metrics(straight)
-    last = f"checkpoints/step_{STEPS:08d}"
-    found, expected = checkpoint_tensors(run_dir / last), checkpoint_tensors(straight / last)
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert bool((found[name] == tensor).all()), name
-
-
 # call of the reward: 0 is step 1, 1 step 2, 2 the validation after step 2, 3 step 3, 4 the last validation
 PLACES = {
     "step 1, while scoring": ("SIGTERM", 0, 76, 0, "4 samples of step 1"),
@@ -107,7 +98,7 @@ def test_a_stopped_run_ends_like_an_uninterrupted_one(place: str, base: Path, st
     assert resumed.returncode == 0, resumed.stderr
     assert ("with 4 samples that are already there" in resumed.stdout) == bool(kept)
     assert not (run_dir / "restart_requested").exists()
-    assert_like_straight(run_dir, straight)
+    assert_same_run(run_dir, straight, STEPS)
 
 
 def test_two_ranks_stop_together_when_one_of_them_is_asked_to(base: Path, tmp_path: Path) -> None:

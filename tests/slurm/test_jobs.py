@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from tests.e2e.pipeline import checkpoint_tensors, metrics
+from tests.e2e.pipeline import assert_same_run, metrics
 from tests.slurm.cluster import Cluster, wait_for
 from tests.slurm.scenarios import STEPS, TIMEOUT_S, Outcome, Scenarios
 
@@ -39,11 +39,7 @@ def assert_like(outcome: Outcome, straight: Outcome) -> None:
     """Finished with the same metrics and the same bits."""
     assert outcome.facts["JobState"] == "COMPLETED", outcome.log
     assert outcome.event_names[-1] == "finished"
-    assert metrics(outcome.run_dir) == metrics(straight.run_dir)
-    last = f"checkpoints/step_{STEPS:08d}"
-    found, expected = checkpoint_tensors(outcome.run_dir / last), checkpoint_tensors(straight.run_dir / last)
-    assert found.keys() == expected.keys()
-    assert all(found[name].equal(tensor) for name, tensor in expected.items())
+    assert_same_run(outcome.run_dir, straight.run_dir, STEPS)
     assert (outcome.status["state"], outcome.status["step"]) == ("finished", STEPS)
 
 

@@ -22,7 +22,7 @@ import psutil
 
 from aligner.checkpoint import manifest
 from tests.distributed.spawn import run_ranks
-from tests.e2e.pipeline import checkpoint_tensors, metrics, overrides, write_chat_model, write_data
+from tests.e2e.pipeline import assert_same_run, overrides, write_chat_model, write_data
 
 STEPS = 8
 RANKS = 2
@@ -92,7 +92,6 @@ def torture(directory: Path, files: Files, layout: str, kills: int, seed: int) -
     choice = random.Random(f"{seed} {layout}")
     straight = directory / f"straight-{layout}"
     seconds = _undisturbed(command(files, straight, layout), straight)
-    expected = checkpoint_tensors(_last(straight)), metrics(straight)
     moments: list[Moment] = []
     while len(moments) < kills:
         run_dir = directory / f"killed-{layout}-{len(moments)}"
@@ -104,7 +103,7 @@ def torture(directory: Path, files: Files, layout: str, kills: int, seed: int) -
             moments.append(moment)
             print(f"{len(moments)}/{kills} {json.dumps(asdict(moment))}", flush=True)
         _run_to_the_end(words, run_dir)
-        _assert_equal(expected, run_dir)
+        assert_same_run(run_dir, straight, STEPS)
         shutil.rmtree(run_dir)
     return moments
 
@@ -152,17 +151,6 @@ def _run_to_the_end(words: Sequence[str], run_dir: Path) -> None:
     assert process.wait(LIFE_TIMEOUT_S) == 0, _log(run_dir)
 
 
-def _assert_equal(expected: tuple, run_dir: Path) -> None:
-    tensors, rows = expected
-    found = checkpoint_tensors(_last(run_dir))
-    assert found.keys() == tensors.keys()
-    different = [name for name in tensors if not bool((found[name] == tensors[name]).all())]
-    assert not different, f"{len(different)} tensors differ from the undisturbed run's: {different[:3]}"
-    stripped = [{k: v for k, v in row.items() if not k.startswith("checkpoint/")} for row in metrics(run_dir)]
-    wanted = [{k: v for k, v in row.items() if not k.startswith("checkpoint/")} for row in rows]
-    assert stripped == wanted, "the logged metrics differ from the undisturbed run's"
-
-
 # ------------------------------------------------------------------ processes and files
 
 
@@ -201,10 +189,6 @@ def _complete(run_dir: Path) -> set[str]:
 
 def _being_written(run_dir: Path) -> bool:
     return any((run_dir / "checkpoints").glob(".tmp-*"))
-
-
-def _last(run_dir: Path) -> Path:
-    return run_dir / "checkpoints" / f"step_{STEPS:08d}"
 
 
 def _log(run_dir: Path) -> str:

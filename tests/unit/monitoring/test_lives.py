@@ -32,6 +32,15 @@ def test_begin_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lives.restarts([]) == 0 and lives.restarts([first, second]) == 1
 
 
+def test_only_lives_that_were_to_go_on_are_restarted(tmp_path: Path) -> None:
+    for code in (0, 2, 76, 75, 70):
+        begin_life(tmp_path, start_step=0)
+        end_life(tmp_path, step=0, reason="end", exit_code=code)
+    begin_life(tmp_path, start_step=0)  # killed
+    begin_life(tmp_path, start_step=0)
+    assert lives.restarts(read_lives(tmp_path)) == 3  # after 75, 70 and the kill
+
+
 def test_torn_and_foreign_lines_are_left_out(tmp_path: Path) -> None:
     begin_life(tmp_path, start_step=0)
     path = tmp_path / lives.LIVES_FILE
