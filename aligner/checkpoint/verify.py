@@ -26,7 +26,7 @@ def newest_sound(directory: Path) -> Path | None:
         found, problem = check(path)
         if found is not None:
             return path
-        reason = reason or _bare(path, problem)
+        reason = reason or f"{path.name}: {_bare(path, problem)}"
         if platform.rank() == 0:
             print(passed_over(path, problem), flush=True)
     if candidates:
