@@ -1,9 +1,10 @@
-"""Writing in the background: what is to be written is copied at once, a thread of low priority writes the copy.
+"""Writing in the background: a thread of low priority writes what stands in memory; what training is about to change
+before it is written is copied.
 
 Why not a forked process, whose memory the kernel copies lazily: that costs a page fault for every 4 KiB that training
 changes while the child lives, about 11 µs each on a virtual machine, 20 to 40 times the copy; and forking a process
 that holds threads, devices or network cards is unsafe. The thread holds Python's lock for moments only: between
-copies of megabytes to the file system and their checksums.
+copies of megabytes, their checksums and the file system.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ import contextlib
 import ctypes
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import psutil
 import torch
 
+from aligner.checkpoint.shard_file import copy_bytes
 from aligner.distributed import platform
 
 Place = tuple[torch.device, int, int]  # device, address, bytes
@@ -81,7 +86,7 @@ class BackgroundWriter:
 
 
 class Staging:
-    """Memory for the copies, kept from save to save: fresh memory costs several times the copying."""
+    """Memory for copies, kept from save to save: fresh memory costs several times the copying."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -89,16 +94,12 @@ class Staging:
 
     def reserve(self, tensors: Sequence[torch.Tensor]) -> None:
         """Take the memory for copies of such tensors in the background, so that the first copies are quick too."""
-        needed = sum(size for _, _, size in set(_places(tensors)))
+        needed = sum(size for _, _, size in set(map(_place, tensors)))
         self._reserving = BackgroundWriter(lambda: _touched(_allocate(needed)))
 
-    def copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The bytes of ``tensors``, copied; valid until the next call. Raises MemoryError; then there is no copy.
-
-        What stands twice in ``tensors`` (fp32 weights are their optimizer's masters too) is copied once.
-        """
-        places = _places(tensors)
-        needed = sum(size for _, _, size in set(places))
+    def hold(self, tensors: Sequence[torch.Tensor]) -> HeldTensors:
+        """``tensors`` (of bytes) as they are now; one set at a time. Raises MemoryError where copies have no room."""
+        needed = sum(size for _, _, size in set(map(_place, tensors)))
         if self._reserving is not None:
             reserving, self._reserving = self._reserving, None
             with contextlib.suppress(MemoryError):
@@ -106,17 +107,64 @@ class Staging:
         if self._buffer.numel() < needed:
             self._buffer = torch.empty(0, dtype=torch.uint8)
             self._buffer = _allocate(needed)
-        found: dict[Place, torch.Tensor] = {}
-        start = 0
-        for place, tensor in zip(places, tensors, strict=True):
-            if place not in found:
-                found[place] = self._buffer[start : start + tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
-                start += tensor.nbytes
-        return [found[place] for place in places]
+        return HeldTensors(tensors, self._buffer)
 
 
-def _places(tensors: Sequence[torch.Tensor]) -> list[Place]:
-    return [(tensor.device, tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+class HeldTensors:
+    """Tensors as they were at one moment: read where they stand, until :meth:`keep` copies what is still to be read.
+
+    So a save copies only what cannot be written before training changes it. What stands twice (fp32 weights are their
+    optimizer's masters too) is copied once.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+        self._tensors = {_place(tensor): tensor for tensor in tensors}
+        self._unread = Counter(_place(tensor) for tensor in tensors if tensor.nbytes)  # times it is still to be read
+        self._buffer = buffer
+        self._is_kept = False
+        self._lock = threading.Lock()
+
+    def source(self, tensor: torch.Tensor) -> HeldBytes:
+        """What ``tensor``, one of those held, held at that moment; to be read once, from begin to end."""
+        return HeldBytes(self, _place(tensor), tensor.nbytes)
+
+    def keep(self) -> None:
+        """Call before a tensor changes. At the first call what is unread is copied, and from then on read there."""
+        with self._lock:
+            if self._is_kept:
+                return
+            start = 0
+            for place in self._unread:
+                stop = start + place[2]
+                copy = self._buffer[start:stop]
+                copy_bytes(copy.numpy(), self._tensors[place])
+                self._tensors[place] = copy
+                start = stop
+            self._is_kept = True
+
+    def _read(self, place: Place, start: int, target: np.ndarray) -> None:
+        with self._lock:
+            copy_bytes(target, self._tensors[place][start : start + target.size])
+            if start + target.size == place[2]:
+                self._unread[place] -= 1
+                if not self._unread[place]:
+                    del self._unread[place]
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """The bytes of one held tensor; a :class:`~aligner.checkpoint.shard_file.Source`."""
+
+    held: HeldTensors
+    place: Place
+    nbytes: int
+
+    def copy_to(self, target: np.ndarray, start: int) -> None:
+        self.held._read(self.place, start, target)
+
+
+def _place(tensor: torch.Tensor) -> Place:
+    return tensor.device, tensor.data_ptr(), tensor.nbytes
 
 
 def _allocate(needed: int) -> torch.Tensor:

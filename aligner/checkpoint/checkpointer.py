@@ -58,7 +58,7 @@ Published = tuple[float, float, int]  # stall_s, write_s, bytes
 class SaveReport:
     """How a save ended, the same on every rank.
 
-    ``stall_s``: seconds until writing began (gathering, planning, copying); ``write_s``: seconds from there until it
+    ``stall_s``: seconds until writing began (gathering, planning); ``write_s``: seconds from there until it
     was published, without the wait for a poll; both of the slowest rank. ``error``: why nothing was published.
     """
 
@@ -75,6 +75,7 @@ class _Flight:
     """A save that is being written."""
 
     snapshot: Snapshot
+    models: list[RoleModel]
     stall_s: float
     writer: Writer
 
@@ -150,10 +151,13 @@ class Checkpointer:
         writer: Callable[[Callable[[], Any]], Writer] = DoneHere
         if in_background:
             try:
-                plan, writer = plan.staged(self._staging), BackgroundWriter
+                plan, writer = plan.beside_training(self._staging), BackgroundWriter
             except MemoryError as full:
                 print(f"step {step} is saved in the foreground: no memory for a copy ({full})", flush=True)
-        self._flight = _Flight(plan, time.perf_counter() - began, writer(plan.write))
+        self._flight = _Flight(plan, list(models.values()), time.perf_counter() - began, writer(plan.write))
+        if plan.held is not None:
+            for model in self._flight.models:
+                model.before_change.append(plan.held.keep)
         return None if in_background else self._land()
 
     def prepare(self, models: Mapping[str, RoleModel]) -> None:
@@ -255,6 +259,9 @@ class Checkpointer:
             outcome, error = flight.writer.result(), None
         except Exception as found:
             outcome, error = None, found
+        if plan.held is not None:
+            for model in flight.models:
+                model.before_change.remove(plan.held.keep)
         written: Published | None = None
         reason = failures(error)
         if not reason:

@@ -1,8 +1,11 @@
 """The manifest of a checkpoint: written last, read first, and all that is trusted before anything is unpickled.
 
 ``manifest.json`` (format 2) names what the checkpoint consists of (``components``), the layouts of its roles, what the
-run is (``identity``, made by the caller), the software that wrote it, the metrics of its step, and the size and sha256
-of every other file. Imports without torch.
+run is (``identity``, made by the caller), the software that wrote it, the metrics of its step, and the size and
+checksum of every other file. Imports without torch.
+
+The checksum is XXH3's of 128 bits: it finds damage as surely as a cryptographic one, at ten times the speed, which
+is what a save in the background takes from training. It does not protect from somebody who may write here anyway.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from aligner.errors import CheckpointError
 
 FILE = "manifest.json"
@@ -28,7 +33,9 @@ RNG = "rng"  # the component of random states
 LATEST = "latest"  # beside the checkpoints: the name of the newest; a hint
 TEMPORARY = ".tmp-"  # how names begin that no reader looks at
 
-Entry = tuple[int, str]  # bytes, sha256
+Entry = tuple[int, str]  # bytes, checksum as of `xxh128sum`
+
+new_checksum = xxhash.xxh3_128  # an object with update() and hexdigest(), as of hashlib
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ class Manifest:
     ``components``: name -> ``{"kind": "model" | "optimizer" | "scheduler" | "state" | "rng", ...}``; a model's or
     optimizer's has ``role``, ``bytes`` and ``tensors`` (name -> [type, shape of the whole tensor]). ``time``: of the
     save, seconds since the epoch. ``best``: the best step so far by the run's metric, when it has one. ``files``:
-    relative path -> (bytes, sha256).
+    relative path -> (bytes, checksum).
     """
 
     step: int
@@ -140,7 +147,7 @@ class SummedFile:
 
     def __init__(self, path: Path) -> None:
         self.entry: Entry = (0, "")
-        self._sum = hashlib.sha256()
+        self._sum = new_checksum()
         self._size = 0
         self._stream = open(path, "wb", buffering=1 << 20)  # noqa: SIM115  (closed in __exit__)
 
@@ -275,11 +282,16 @@ def file_problem(directory: Path, name: str, entry: Entry) -> str:
     if problem := _size_problem(directory, name, size):
         return problem
     try:
-        with open(directory / name, "rb") as stream:
-            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        _, found = file_entry(directory / name)
     except OSError as error:
         return f"file '{name}' cannot be read: {error.strerror or error}"
     return "" if found == digest else f"file '{name}' has changed: its checksum is {found[:12]}, not {digest[:12]}"
+
+
+def file_entry(path: Path) -> Entry:
+    """Size and checksum of a file. Reads it; raises OSError."""
+    with open(path, "rb") as stream:
+        return os.fstat(stream.fileno()).st_size, hashlib.file_digest(stream, new_checksum).hexdigest()
 
 
 def digest(directory: Path) -> str:

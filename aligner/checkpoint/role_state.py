@@ -48,6 +48,7 @@ def load_role(model: RoleModel, directory: Path) -> None:
 
     Settings of the optimizer and its schedule stay those that ``model`` was built with; the steps taken are counted on.
     """
+    model.will_change()
     loaded, _ = torch_dist.load(sharded_state(model, is_loading=True), directory)
     model.module.load_state_dict(loaded["model"])
     if model.optimizer is not None:
@@ -80,6 +81,7 @@ def _continue_schedule(model: RoleModel, state: Mapping[str, Any]) -> None:
 
 def load_role_weights(model: RoleModel, directory: Path, *, strict: bool) -> list[str]:
     """Only the weights; returns the names of the tensors that kept their values. Collective."""
+    model.will_change()
     _, kept = torch_dist.load({"model": model_state(model)}, directory, strict=strict)
     if model.optimizer is not None:
         model.optimizer.reload_model_params()

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from aligner.checkpoint import manifest
-from aligner.checkpoint.async_write import Staging
+from aligner.checkpoint.async_write import HeldTensors, Staging
+from aligner.checkpoint.shard_file import TensorSource
 from aligner.checkpoint.torch_dist import Shards, Written, contents, finish
 from aligner.distributed import faults
 
@@ -40,7 +41,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What this rank writes of a checkpoint. ``described`` is the manifest without files, on rank 0; else None."""
+    """What this rank writes of a checkpoint. ``described`` is the manifest without files, on rank 0; else None.
+
+    ``held``: where tensors are read while training goes on; None: they stand still.
+    """
 
     directory: Path  # RUN/checkpoints
     step: int
@@ -48,6 +52,7 @@ class Snapshot:
     roles: dict[str, Shards]
     small: dict[str, bytes]
     described: manifest.Manifest | None
+    held: HeldTensors | None = None
 
     @property
     def final(self) -> Path:
@@ -58,21 +63,16 @@ class Snapshot:
         began = time.perf_counter()
         faults.hit("write")
         self.temporary.mkdir(parents=True, exist_ok=True)
+        source_of = TensorSource if self.held is None else self.held.source
         done = Outcome(
-            roles={role: shards.write(self.temporary / role) for role, shards in self.roles.items()},
+            roles={role: shards.write(self.temporary / role, source_of) for role, shards in self.roles.items()},
             files={name: manifest.write_file(self.temporary / name, data) for name, data in self.small.items()},
         )
         return replace(done, seconds=time.perf_counter() - began)
 
-    def staged(self, staging: Staging) -> Snapshot:
-        """The same with copies of all tensors, which later steps do not change. Raises MemoryError."""
-        items = [item for shards in self.roles.values() for item in shards.items]
-        copies = iter(staging.copies([item.data for item in items]))
-        roles = {
-            role: replace(shards, items=[replace(item, data=next(copies)) for item in shards.items])
-            for role, shards in self.roles.items()
-        }
-        return replace(self, roles=roles)
+    def beside_training(self, staging: Staging) -> Snapshot:
+        """The same, whatever becomes of the tensors after ``held.keep()``. Raises MemoryError."""
+        return replace(self, held=staging.hold([item.data for shards in self.roles.values() for item in shards.items]))
 
     def describe(self, outcomes: list[Outcome], best: dict[str, Any] | None) -> manifest.Manifest:
         """Write the index of each role; returns the whole manifest. Rank 0; raises OSError."""

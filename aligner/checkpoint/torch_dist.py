@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from aligner.checkpoint import manifest
 from aligner.checkpoint.agreement import together
-from aligner.checkpoint.shard_file import ShardFile
+from aligner.checkpoint.shard_file import ShardFile, Source, TensorSource
 from aligner.distributed import collectives, platform
 from aligner.errors import CheckpointError
 
@@ -61,9 +61,9 @@ class Item:
     """One shard: ``data`` (its bytes, on any device) between what ``torch.save`` writes before and after them."""
 
     index: MetadataIndex
-    head: bytes
+    head: torch.Tensor
     data: torch.Tensor
-    tail: bytes
+    tail: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,11 @@ class Shards:
     small: dict[str, bytes]
     index: Metadata | None
 
-    def write(self, directory: Path) -> Written:
-        """Write this rank's files into ``directory``. Not collective; raises OSError."""
+    def write(self, directory: Path, source_of: Callable[[torch.Tensor], Source] = TensorSource) -> Written:
+        """Write this rank's files into ``directory``; ``source_of``: where the data of an item is to be read.
+
+        Not collective; raises OSError.
+        """
         directory.mkdir(parents=True, exist_ok=True)
         done = Written(files={name: manifest.write_file(directory / name, data) for name, data in self.small.items()})
         if not self.items:
@@ -85,9 +88,9 @@ class Shards:
         with ShardFile(directory / name) as file:
             for item in self.items:
                 start = file.tell()
-                file.write(item.head)
-                file.write(item.data.cpu().numpy())
-                file.write(item.tail)
+                file.write(TensorSource(item.head))
+                file.write(source_of(item.data))
+                file.write(TensorSource(item.tail))
                 done.storage[item.index] = _StorageInfo(name, start, file.tell() - start)
         done.files[name] = file.entry
         return done
@@ -100,7 +103,7 @@ class Planner:
         self._structure: list[Any] | None = None
         self._items: list[MetadataIndex] = []
         self._index: Metadata | None = None
-        self._frames: dict[tuple[torch.dtype, torch.Size], tuple[bytes, bytes]] = {}
+        self._frames: dict[tuple[torch.dtype, torch.Size], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def plan(self, state: dict[str, Any]) -> Shards:
         """What this rank writes of ``state`` (with Megatron's ``ShardedTensor`` leaves); tensors stay where they are.
@@ -126,7 +129,7 @@ class Planner:
 
     def _item(self, index: MetadataIndex, data: Any) -> Item:
         if isinstance(data, io.BytesIO):
-            return Item(index, b"", torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8), b"")
+            return Item(index, _tensor(b""), _tensor(data.getvalue()), _tensor(b""))
         tensor = data.detach().contiguous()
         kind = (tensor.dtype, tensor.shape)
         if kind not in self._frames:
@@ -192,8 +195,8 @@ class _Frame:
         """Nothing is kept back."""
 
 
-def _frame(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
-    """What ``torch.save`` writes before and after the bytes of such a tensor, with its own checksums left out.
+def _frame(dtype: torch.dtype, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``torch.save`` writes before and after the bytes of such a tensor, with its own checksums left out: bytes.
 
     It depends on nothing else, so a tensor can be written without ``torch.save`` and read with ``torch.load``.
     """
@@ -207,7 +210,11 @@ def _frame(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
         set_crc32_options(with_sums)
     head, *tail = (b"".join(part) for part in frame.parts)
     assert len(tail) == (1 if tensor.nbytes else 0), "torch.save writes the bytes of a tensor in another way"
-    return head, tail[0] if tail else b""
+    return _tensor(head), _tensor(tail[0] if tail else b"")
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
 
 
 def finish(directory: Path, index: Metadata, written: Iterable[Storage]) -> manifest.Entry:

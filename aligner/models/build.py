@@ -107,6 +107,9 @@ def build_model(
     )
     model.chunks = [RoleDataParallel(config, ddp_config, module, pg_collection=topology.pg)]
     model.optimizer = build_optimizer(optimizer, model.chunks, dtype, topology.pg)
+    for part in model.optimizer.chained_optimizers:
+        if part.optimizer is not None:  # as where this rank holds no parameters
+            part.optimizer.register_step_pre_hook(lambda *_: model.will_change())
     model.scheduler = build_scheduler(optimizer, model.optimizer, horizon)
     model.horizon_from_run = not optimizer.decay_steps
     return model

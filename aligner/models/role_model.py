@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ class RoleModel:
 
     ``module`` is the bare stage; ``chunks`` what Megatron's schedules and checkpoints take: the stage, wrapped for data
     parallelism when the role is trained. ``optimizer`` and ``scheduler`` are None for a frozen role.
+    ``before_change``: called before parameters or optimizer state change (a save that is being written takes copies).
     ``horizon_from_run``: the learning-rate schedule's length follows the run's, so a resumed run keeps the saved one.
     """
 
@@ -34,6 +35,7 @@ class RoleModel:
     optimizer: Any | None = None
     scheduler: Any | None = None
     horizon_from_run: bool = False
+    before_change: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def trainable(self) -> bool:
@@ -42,6 +44,11 @@ class RoleModel:
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """(Megatron name, parameter) on this rank."""
         yield from self.module.named_parameters()
+
+    def will_change(self) -> None:
+        """Call before parameters change from outside; steps of the optimizer do."""
+        for tell in self.before_change:
+            tell()
 
     def weights_changed(self) -> None:
         """Call after writing parameters from outside: the optimizer's fp32 copies are taken from them again."""
@@ -53,6 +60,7 @@ class RoleModel:
         """Make the scalar head predict ``(score - mean) / std`` from now on. Every rank of the role calls it."""
         if self.head != "scalar":
             raise ValueError(f"{self.name} has no scalar head")
+        self.will_change()
         if self.module.post_process:
             head = self.module.head
             head.weight.div_(std)

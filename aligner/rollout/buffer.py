@@ -2,14 +2,13 @@
 
 ``RUN/rollouts/step_<step>/chunk_<i>/`` holds what :meth:`RolloutBatch.save` writes; ``manifest.json`` beside it names
 the step, the checkpoint whose weights sampled the chunks (by the sha256 of its manifest), what they were sampled with
-(seed, sampling parameters: the next life may have others), and size and sha256 of every file. The directory is
+(seed, sampling parameters: the next life may have others), and size and checksum of every file. The directory is
 published by rename; nothing in it is unpickled. Chunks only save time: whatever is wrong with them, they are sampled
 again.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -17,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from aligner.checkpoint.manifest import file_problem, step_name, sync, write_file
+from aligner.checkpoint.manifest import file_entry, file_problem, step_name, sync, write_file
 from aligner.distributed.collectives import broadcast_object
 from aligner.distributed.platform import rank
 from aligner.errors import AlignerError
@@ -91,7 +90,7 @@ def _write(
         for index, chunk in enumerate(chunks):
             chunk.save(temporary / _chunk_name(index))
             for name in _files(index):
-                files[name] = _sum(temporary / name)
+                files[name] = file_entry(temporary / name)
                 sync(temporary / name)
             sync(temporary / _chunk_name(index))
         content = {
@@ -155,11 +154,6 @@ def _chunk_name(index: int) -> str:
 
 def _files(index: int) -> list[str]:
     return [f"{_chunk_name(index)}/{name}" for name in (TENSORS_FILE, JSON_FILE)]
-
-
-def _sum(path: Path) -> tuple[int, str]:
-    with open(path, "rb") as stream:
-        return path.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _words(error: Exception) -> str:

@@ -137,6 +137,7 @@ def load_hf(model: RoleModel, directory: str | Path, *, need_head: bool = False)
             f"{directory}: there is no score.weight, so the {model.name} model would score at random; give the run of "
             "`aligner rm`, or a sequence-classification model"
         )
+    model.will_change()
     with torch.no_grad():
         for name, parameter in model.parameters():
             entry, layer = find_entry(table, name, layer_offset(model))

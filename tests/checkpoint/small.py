@@ -73,6 +73,7 @@ def small_model(
 
 def fill(model: RoleModel, seed: int) -> None:
     """Weights that are equal wherever the same tensor is held twice."""
+    model.will_change()
     for name, parameter in model.parameters():
         parameter.data.copy_(noise_like(name, parameter, seed) * 0.1)
     model.weights_changed()

@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
 from aligner.checkpoint import manifest
-from aligner.checkpoint.async_write import Staging
+from aligner.checkpoint.async_write import HeldTensors, Staging
 from aligner.checkpoint.checkpointer import Checkpointer, SaveReport
 from aligner.distributed import faults, platform
 from aligner.distributed.collectives import all_gather_objects, barrier
@@ -138,10 +137,10 @@ def _no_memory(directory: str) -> None:
     checkpointer, models = _begin(directory, True)
     if platform.rank() == 1:
 
-        def no_copies(self: Staging, tensors: object) -> list[torch.Tensor]:
+        def no_room(self: Staging, tensors: object) -> HeldTensors:
             raise MemoryError("none left")
 
-        Staging.copies = no_copies  # type: ignore[method-assign,assignment]
+        Staging.hold = no_room  # type: ignore[method-assign,assignment]
     assert _report(checkpointer, 1, models).error is None
     newest = checkpointer.newest()
     assert newest is not None and newest.name == "step_00000001"

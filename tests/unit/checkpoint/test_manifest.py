@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from aligner.checkpoint import manifest
 from aligner.checkpoint.checkpointer import newest_complete
@@ -83,7 +84,7 @@ def test_files_outside_the_checkpoint_are_refused(tmp_path: Path) -> None:
     path = fake_checkpoint(tmp_path, 3)
     content = json.loads((path / manifest.FILE).read_text())
     (tmp_path / "other").write_bytes(b"x")
-    content["files"]["../other"] = [1, hashlib.sha256(b"x").hexdigest()]
+    content["files"]["../other"] = [1, xxhash.xxh3_128_hexdigest(b"x")]
     (path / manifest.FILE).write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match="'../other' is missing"):
         manifest.read(path)
@@ -113,7 +114,7 @@ def test_a_file_is_summed_while_it_is_written(tmp_path: Path) -> None:
         assert file.tell() == sum(len(part) for part in parts)
     content = b"".join(parts)
     assert (tmp_path / "file").read_bytes() == content
-    assert file.entry == (len(content), hashlib.sha256(content).hexdigest())
+    assert file.entry == (len(content), xxhash.xxh3_128_hexdigest(content)) == manifest.file_entry(tmp_path / "file")
 
 
 @pytest.mark.parametrize("size", [10, 5 << 20])
