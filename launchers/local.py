@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ def launch(
     max_restarts: int = 0,
     restart_window: float = 3600.0,
     stop_grace: float = 600.0,
+    on_failure: Callable[[str, int], None] | None = None,
 ) -> int:
     """Run ``python -m module *arguments`` as ``ranks`` ranks and wait; returns the exit code of the job.
 
@@ -53,6 +54,7 @@ def launch(
         threads: CPU threads a rank; None: cores // ranks, unless OMP_NUM_THREADS is set.
         run_dir: where ranks leave their tracebacks; messages name it.
         max_restarts: within ``restart_window`` seconds, after a death that may not happen again.
+        on_failure: told what has happened, in words, and its exit code, where rank 0 could not record that itself.
         stop_grace: seconds from a forwarded signal to SIGKILL. A second SIGINT kills at once.
     """
     command = ["-m", module, *arguments]
@@ -71,6 +73,8 @@ def launch(
                 return 128 + signal.SIGKILL  # the stop took too long, which has been said
             codes = {rank: _known_hang(rank, code, run_dir) for rank, code in codes.items()}
             rank, code = _cause(codes)
+            if on_failure is not None and _may_pass(code) and not (rank == 0 and code in (BUG, RANK_FAILURE)):
+                on_failure(_what_happened(rank, code), _exit_code(code))
             now = time.monotonic()
             restarts = [then for then in restarts if now - then < restart_window]
             if forwarding.asked or not _may_pass(code) or len(restarts) >= max_restarts:
@@ -193,7 +197,11 @@ def _explain(exit_codes: Mapping[int, int], run_dir: Path) -> int:
         return code
     hint = "; the machine may have run out of memory" if code == -signal.SIGKILL else ""
     print(f"error: {_what_happened(rank, code)}{hint}", file=sys.stderr)
-    return 128 - code
+    return _exit_code(code)
+
+
+def _exit_code(code: int) -> int:
+    return 128 - code if code < 0 else code
 
 
 def _known_hang(rank: int, code: int, run_dir: Path) -> int:

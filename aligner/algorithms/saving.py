@@ -79,10 +79,10 @@ class RunSaver:
         """
         self._disturbed = True
         report = self._save(step, row, wait=is_last)
+        if is_last and report is not None and report.error:
+            raise CheckpointError(f"the last checkpoint cannot be written: {report.error}; {self._remedy()}")
         self._tell(report)
         if is_last and report is not None:
-            if report.error:
-                raise CheckpointError(f"the last checkpoint cannot be written: {report.error}; {self._remedy()}")
             self._say(f"saved {report.path} in {report.write_s:.1f} s")
 
     def save_for_stop(self, step: int) -> str:
@@ -92,9 +92,9 @@ class RunSaver:
             return "nothing to save yet"
         if self._newest is None or self._newest[0] != step or self._state["counters"]["unvalidated"] is not None:
             report = self._save(step, {}, wait=True)
-            self._tell(report)
             if report is not None and report.error:
                 raise CheckpointError(f"step {step} cannot be saved before stopping: {report.error}; {self._remedy()}")
+            self._tell(report)
         assert self._newest is not None
         said = f"saved {self._newest[1]}"
         kept = self.keep_unfinished(self._newest[1]) if self.keep_unfinished is not None else ""

@@ -20,6 +20,7 @@ from aligner.cli.options import OptionParser
 from aligner.config.keys import nearest
 from aligner.config.sources import CHECKPOINTS_DIRECTORY
 from aligner.errors import CheckpointError, ConfigError
+from aligner.monitoring.lives import read_lives
 
 _QUIET = ("timers/", "memory/", "throughput/", "checkpoint/")  # metrics that `show` leaves out
 _STEP = "step number, or `latest`"
@@ -33,8 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if words[0] not in ACTIONS:
         raise ConfigError(
-            f"checkpoint {words[0]}: no such action; nearest: {nearest(words[0], ACTIONS)}; "
-            f"available: {', '.join(ACTIONS)}"
+            f"checkpoint {words[0]}: no such action; {nearest(words[0], ACTIONS)}available: {', '.join(ACTIONS)}"
         )
     return ACTIONS[words[0]][1](words[1:])
 
@@ -65,6 +65,7 @@ def _list(words: Sequence[str]) -> int:
     rows = [("step", "saved", "size", "layout (TPxPPxDP)", "kept by", "sound by sizes")]
     pins, last = pinned_steps(directory), _newest_sound(directory)
     best = _best(last)
+    all_lives = read_lives(options.run)
     for path in manifest.published(directory):
         problem = manifest.damage(path)
         try:
@@ -74,6 +75,7 @@ def _list(words: Sequence[str]) -> int:
             continue
         kept = ["latest"] if path == last else []
         kept += [f"best {best['metric']} {best['value']:.4g}"] if best and best["step"] == found.step else []
+        kept += ["continued from"] if all_lives and all_lives[-1].start_step == found.step else []
         kept += [f"pinned by {by}" for by in pins.get(found.step, [])]
         sound = f"no: {problem}" if problem else "yes"
         rows.append((str(found.step), _when(found), _size(found.bytes), _layouts(found), ", ".join(kept), sound))

@@ -23,6 +23,7 @@ from aligner.config.checks import check
 from aligner.config.compose import compose, compose_unresolved, quote_override
 from aligner.config.schema import ProcessesConfig, TrainerConfig
 from aligner.errors import AlignerError, ConfigError
+from aligner.monitoring.lives import tell_cause
 
 _HELD = (signal.SIGUSR1, signal.SIGTERM)
 
@@ -56,6 +57,7 @@ def run_command(command: str, arguments: Sequence[str]) -> int:
             from launchers.local import launch
 
             words = [command, *overrides, *(f"--config-dir={path}" for path in config_dirs)]
+            supervision["on_failure"] = lambda reason, code: tell_cause(Path(run_dir), reason=reason, exit_code=code)
             return launch("aligner", words, root.trainer.devices, root.trainer.threads, Path(run_dir), **supervision)
         os.environ.setdefault("OMP_NUM_THREADS", str(root.trainer.threads or len(os.sched_getaffinity(0))))
         root = compose(command, overrides, config_dirs)

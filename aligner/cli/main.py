@@ -48,9 +48,7 @@ def _dispatch(words: list[str]) -> int:
         return 0
     command, rest = words[0], words[1:]
     if command not in COMMANDS:
-        raise ConfigError(
-            f"{command}: no such command; nearest: {nearest(command, COMMANDS)}; available: {', '.join(COMMANDS)}"
-        )
+        raise ConfigError(f"{command}: no such command; {nearest(command, COMMANDS)}available: {', '.join(COMMANDS)}")
     if command in ROOTS:
         from aligner.cli.launch import run_command
 

@@ -38,6 +38,7 @@ from launchers.local import LAUNCHER_PID
 _OTHER_RANK_DELAY_S = 1.0
 _FOLLOWER_DELAY_S = 3.0
 _PARENT_POLL_S = 1.0
+_LONGEST_REASON = 1000  # characters
 
 
 def run_rank(root: Any, body: Callable[[Any, RunContext], None]) -> int:
@@ -113,10 +114,14 @@ def _close(root: Any, context: RunContext | None, step: int | None, reason: str,
         if code == 0:
             step = root.trainer.max_steps
         try:
-            lives.end_life(context.run_dir, step=step, reason=reason.splitlines()[0], exit_code=code)
+            lives.end_life(context.run_dir, step=step, reason=_in_one_line(reason), exit_code=code)
         except OSError as error:
             print(f"error: {context.run_dir}: {error.strerror}", file=sys.stderr, flush=True)
     context.held.close()
+
+
+def _in_one_line(reason: str) -> str:
+    return " ".join(line.strip() for line in reason.splitlines())[:_LONGEST_REASON]
 
 
 def end_with_launcher() -> None:

@@ -175,9 +175,7 @@ def _parse_override(text: str) -> Override:
 def _check_option(text: str, group: str, option: str, options: Sequence[str]) -> None:
     if option in options:
         return
-    raise ConfigError(
-        f"{text}: no such {group}; nearest: {keys.nearest(option, options)}; available: {', '.join(options)}"
-    )
+    raise ConfigError(f"{text}: no such {group}; {keys.nearest(option, options)}available: {', '.join(options)}")
 
 
 # --------------------------------------------------------------------------- after composition

@@ -108,8 +108,8 @@ def _check_phases(root: Any) -> None:
     for phase in root.trainer.phase_timeouts:
         if phase not in known:
             raise ConfigError(
-                f"trainer.phase_timeouts.{phase} has no effect: there is no such phase; nearest: "
-                f"{nearest(phase, known)}; there are {', '.join(known)}"
+                f"trainer.phase_timeouts.{phase} has no effect: there is no such phase; "
+                f"{nearest(phase, known)}there are {', '.join(known)}"
             )
 
 

@@ -16,6 +16,7 @@ from aligner.config.section import Section
 #: Every command whose settings are composed; ``submit`` has the cluster's, besides those of the command it submits.
 ALL_ROOTS: dict[str, type[Any]] = {**ROOTS, "submit": SubmitRoot}
 
+_LEAST_LIKENESS = 1.0  # of 2
 _known: dict[type[Any], dict[str, Any]] = {}
 
 
@@ -58,14 +59,15 @@ def unknown_key_message(command: str, key: str) -> str:
     known = schema_keys(ALL_ROOTS[command])
     owners = [name for name, root in ALL_ROOTS.items() if name != command and is_known(root, key)]
     belongs = f" (a key of aligner {', '.join(owners)})" if owners else ""
-    near = nearest(key, known)
-    return (
-        f"{key}: unknown key for aligner {command}{belongs}; nearest key: {near}; `aligner {command} --help` lists all"
-    )
+    near = nearest(key, known, "nearest key")
+    return f"{key}: unknown key for aligner {command}{belongs}; {near}`aligner {command} --help` lists all"
 
 
-def nearest(word: str, candidates: Iterable[str]) -> str:
-    """The candidate most like ``word``, weighing the last dotted part as much as the whole."""
+def nearest(word: str, candidates: Iterable[str], label: str = "nearest") -> str:
+    """``nearest: CANDIDATE; `` for the one most like ``word``; "" when none is much like it.
+
+    The last dotted part weighs as much as the whole.
+    """
     word = word.lstrip("+~")
     leaf = word.rpartition(".")[2]
 
@@ -74,7 +76,8 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
         last = difflib.SequenceMatcher(None, leaf, candidate.rpartition(".")[2]).ratio()
         return whole + last
 
-    return max(candidates, key=likeness)
+    found = max(candidates, key=likeness)
+    return f"{label}: {found}; " if likeness(found) >= _LEAST_LIKENESS else ""
 
 
 def describe_type(root: type[Section], key: str) -> str:

@@ -62,10 +62,13 @@ def parse(spec: str) -> Fault:
         or parts[3] not in KINDS
         or not all(number == "*" or number.isdigit() for number in numbers)
     ):
-        raise ConfigError(f"{VARIABLE}={spec}: give phase:step:rank:kind, where kind is one of {', '.join(KINDS)}")
+        raise ConfigError(
+            f"{VARIABLE}={spec}: give phase:step:rank:kind, where phase is a timer or one "
+            f"of {', '.join(SAVING)}, step and rank are numbers or *, and kind is one of {', '.join(KINDS)}"
+        )
     if parts[0] not in PLACES:
         near = nearest(parts[0], PLACES)
-        raise ConfigError(f"{VARIABLE}={spec}: no phase '{parts[0]}'; nearest: {near}; there are {', '.join(PLACES)}")
+        raise ConfigError(f"{VARIABLE}={spec}: no phase '{parts[0]}'; {near}there are {', '.join(PLACES)}")
     if parts[3] == "nan" and not parts[0].startswith("train"):
         raise ConfigError(f"{VARIABLE}={spec}: there is no loss in phase '{parts[0]}'; nan is for train phases")
     step, rank = (None if number == "*" else int(number) for number in numbers)

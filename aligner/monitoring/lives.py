@@ -2,7 +2,8 @@
 
 ``{"event": "start", "time", "host", "pid", "job", "restart_count", "start_step", "start_samples"}`` and ``{"event":
 "end", "time", "host", "pid", "step", "reason", "exit_code"}``; ``time`` in seconds since the epoch. A start without an
-end was killed, or still lives. Lines are only appended. Imports without torch.
+end was killed, or still lives. What a launcher knows better than rank 0, whose end it may follow, is an event "cause"
+with ``reason`` and ``exit_code``. Lines are only appended. Imports without torch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ LIVES_FILE = "lives.jsonl"
 RESTART_FILE = "restart_requested"
 ERRORS_DIRECTORY = "errors"
 FILES = (LIVES_FILE, RESTART_FILE)
-_MEANT = (0, 2, 3, 4, 5, 6, 7, 9, 76, 130)  # exit codes of lives that end as they are meant to, or would fail again
 NO_PROGRESS_LIMIT = 3  # lives that leave the run where it was, after which no further restart is asked for
 
 #: Exit codes of lives that nobody starts again but a person: finished, an error of the user, in use, stopped by hand.
@@ -65,6 +65,12 @@ def end_life(run_dir: Path, *, step: int | None, reason: str, exit_code: int) ->
     _append(run_dir, "end", step=step, reason=reason, exit_code=exit_code)
 
 
+def tell_cause(run_dir: Path, *, reason: str, exit_code: int) -> None:
+    """Record why the newest life has ended: for its launcher, when another rank than rank 0 was the first to fail."""
+    if (run_dir / LIVES_FILE).exists():
+        _append(run_dir, "cause", reason=reason, exit_code=exit_code)
+
+
 def read_lives(run_dir: Path) -> list[Life]:
     """All lives, oldest first. Lines that are torn or not of this form are left out."""
     lives: list[Life] = []
@@ -82,6 +88,9 @@ def read_lives(run_dir: Path) -> list[Life]:
                 own = [i for i, life in enumerate(lives) if (life.host, life.pid) == where and life.end_time is None]
                 if own:
                     lives[own[-1]] = replace(lives[own[-1]], end_time=when, **row)
+            elif event == "cause" and lives and where[0] == lives[-1].host:
+                known = {"reason": row["reason"], "exit_code": row["exit_code"]}
+                lives[-1] = replace(lives[-1], end_time=lives[-1].end_time or when, **known)
         except (ValueError, KeyError, TypeError, AttributeError):
             continue
     return lives
@@ -89,7 +98,7 @@ def read_lives(run_dir: Path) -> list[Life]:
 
 def restarts(lives: Sequence[Life]) -> int:
     """How often the run was started again after a life that asked for it, crashed, hung or was killed."""
-    return sum(before.exit_code not in _MEANT for before in lives[:-1])
+    return sum(before.exit_code not in _DELIBERATE for before in lives[:-1])
 
 
 def no_progress(lives: Sequence[Life], *, step: int, samples: int = 0, limit: int = NO_PROGRESS_LIMIT) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from aligner.monitoring.lives import read_lives
 from tests.e2e.pipeline import assert_same_run, metrics, overrides, write_chat_model, write_data
 
 STEPS = 3
@@ -70,6 +71,8 @@ def test_a_crash_is_made_good(fault: str, line: str, base: Path, straight: Path,
     assert done.returncode == 0, done.stderr
     assert line in done.stderr and "restart 2" not in done.stderr
     assert f"continues {run_dir} after step 1" in done.stdout
+    reason = read_lives(run_dir)[0].reason or ""
+    assert "injected fault" in reason if fault.endswith("exception") else reason in line and reason, reason
     kept = run_dir / "errors" / "restart_1"
     if fault.endswith("exception"):
         assert f"injected fault {fault}" in (kept / "rank_0.txt").read_text()

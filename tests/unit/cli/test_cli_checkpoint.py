@@ -9,6 +9,7 @@ import pytest
 from aligner.checkpoint import manifest
 from aligner.checkpoint.pins import pin
 from aligner.cli.main import main
+from aligner.monitoring.lives import begin_life
 from tests.checkpoint.fake import fake_checkpoint
 
 IDENTITY = {"command": "sft", "config": {"trainer": {"max_steps": 3}}, "sources": {"actor": {"path": "/models/x"}}}
@@ -45,10 +46,16 @@ def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (checkpoints / "step_00000003" / "state.json").unlink()
     fake_checkpoint(checkpoints, 4)
     (checkpoints / "step_00000004" / manifest.FILE).write_text("")
+    begin_life(run, start_step=1)
     code, out, _ = _call(capsys, "ls", run)
     header, one, two, three, four = out.splitlines()
     assert code == 0 and header.split("  ")[0] == "step"
-    assert one.startswith("1 ") and f"pinned by {run}" in one and one.endswith("yes") and "actor 1x1x1" in one
+    assert (
+        one.startswith("1 ")
+        and f"continued from, pinned by {run}" in one
+        and one.endswith("yes")
+        and "actor 1x1x1" in one
+    )
     assert "latest, best val/loss 0.25" in two and two.endswith("yes")
     assert three.endswith("no: file 'state.json' is missing")
     assert four.startswith("step_00000004") and "not a complete checkpoint" in four
@@ -114,6 +121,7 @@ def test_export_is_a_conversion(run: Path, capsys: pytest.CaptureFixture[str], m
     ("words", "code", "message"),
     [
         (["lst"], 2, "nearest: ls"),
+        (["frobnicate"], 2, "error: checkpoint frobnicate: no such action; available: "),
         (["ls"], 2, "required: run"),
         (["ls", "RUN", "--all"], 2, "unrecognized arguments: --all"),
         (["rm", "RUN"], 2, "required: step"),

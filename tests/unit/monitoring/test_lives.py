@@ -41,6 +41,20 @@ def test_only_lives_that_were_to_go_on_are_restarted(tmp_path: Path) -> None:
     assert lives.restarts(read_lives(tmp_path)) == 3  # after 75, 70 and the kill
 
 
+def test_a_launcher_knows_the_cause(tmp_path: Path) -> None:
+    lives.tell_cause(tmp_path, reason="rank 1 was killed by SIGKILL", exit_code=137)
+    assert not any(tmp_path.iterdir()), "a run that never began has no lives"
+    begin_life(tmp_path, start_step=0)
+    end_life(tmp_path, step=3, reason="RankFailure: lost its peers", exit_code=8)
+    lives.tell_cause(tmp_path, reason="rank 1 was killed by SIGKILL", exit_code=137)
+    begin_life(tmp_path, start_step=3)
+    lives.tell_cause(tmp_path, reason="rank 0 hung", exit_code=72)
+    first, second = read_lives(tmp_path)
+    assert (first.reason, first.exit_code, first.step) == ("rank 1 was killed by SIGKILL", 137, 3)
+    assert (second.reason, second.exit_code, second.step) == ("rank 0 hung", 72, None)
+    assert second.end_time is not None and second.end_time >= second.start_time
+
+
 def test_torn_and_foreign_lines_are_left_out(tmp_path: Path) -> None:
     begin_life(tmp_path, start_step=0)
     path = tmp_path / lives.LIVES_FILE
