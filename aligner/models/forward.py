@@ -311,6 +311,8 @@ def _global_sums(model: RoleModel, collected: list[dict[str, torch.Tensor]]) -> 
         names = sorted(collected[0])
         totals = torch.stack([sum(terms[name].double() for terms in collected) for name in names])  # type: ignore[misc]
         dist.all_reduce(totals, group=topology.pg.dp)
+        if topology.tp > 1:  # equal, unless one rank computes wrongly: then all must find the same fault
+            dist.broadcast(totals, group=topology.pg.tp, group_src=0)
         sums = dict(zip(names, totals.tolist(), strict=True))
     if topology.pp > 1:
         box = [sums]

@@ -92,10 +92,23 @@ def test_a_full_disk_costs_one_checkpoint(base: Path, straight: Path, tmp_path: 
     assert_same_run(run_dir, straight, STEPS)
 
 
-def test_a_loss_that_is_not_a_number_ends_the_run(base: Path, tmp_path: Path) -> None:
+TP2 = "critic.parallel.tensor_model_parallel_size=2"
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "reason"),
+    [
+        ((), 0, "critic: the loss is nan"),
+        ((TP2,), 0, "critic: the loss is nan"),
+        ((TP2,), 1, "critic: the gradient norm is nan"),  # one rank computes wrongly: the others see it too
+    ],
+)
+def test_a_loss_that_is_not_a_number_ends_the_run(
+    layout: tuple[str, ...], rank: int, reason: str, base: Path, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
-    done = ppo(base, run_dir, fault="train_critic:2:0:nan")
+    done = ppo(base, run_dir, *layout, fault=f"train_critic:2:{rank}:nan")
     assert done.returncode == 7, done.stderr
-    assert done.stderr.count("critic: the loss is nan") == 1 and "restart" not in done.stderr
+    assert done.stderr.count(reason) == 1 and "restart" not in done.stderr
     assert sorted(path.name for path in (run_dir / "errors" / "step_00000002").iterdir()) == ["rank_0", "rank_1"]
     assert [row["step"] for row in metrics(run_dir)] == [1]
