@@ -122,6 +122,7 @@ class HeldTensors:
         self._unread = Counter(_place(tensor) for tensor in tensors if tensor.nbytes)  # times it is still to be read
         self._buffer = buffer
         self._is_kept = False
+        self._stream = _stream_beside() if any(tensor.is_cuda for tensor in tensors) else None
         self._lock = threading.Lock()
 
     def source(self, tensor: torch.Tensor) -> HeldBytes:
@@ -137,18 +138,22 @@ class HeldTensors:
             for place in self._unread:
                 stop = start + place[2]
                 copy = self._buffer[start:stop]
-                copy_bytes(copy.numpy(), self._tensors[place])
+                self._copy(copy.numpy(), self._tensors[place])
                 self._tensors[place] = copy
                 start = stop
             self._is_kept = True
 
     def _read(self, place: Place, start: int, target: np.ndarray) -> None:
         with self._lock:
-            copy_bytes(target, self._tensors[place][start : start + target.size])
+            self._copy(target, self._tensors[place][start : start + target.size])
             if start + target.size == place[2]:
                 self._unread[place] -= 1
                 if not self._unread[place]:
                     del self._unread[place]
+
+    def _copy(self, target: np.ndarray, tensor: torch.Tensor) -> None:
+        with torch.cuda.stream(self._stream):  # None: nothing to do
+            copy_bytes(target, tensor)
 
 
 @dataclass(frozen=True)
@@ -161,6 +166,13 @@ class HeldBytes:
 
     def copy_to(self, target: np.ndarray, start: int) -> None:
         self.held._read(self.place, start, target)
+
+
+def _stream_beside() -> torch.cuda.Stream:
+    """Begins behind what has been queued; copies on it do not wait for what training queues later."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    return stream
 
 
 def _place(tensor: torch.Tensor) -> Place:

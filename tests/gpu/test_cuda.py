@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from aligner.checkpoint.async_write import BackgroundWriter, HeldTensors, Staging
 from tests.e2e.pipeline import metrics, overrides, run_command, write_chat_model, write_data
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -40,6 +42,27 @@ def test_log_probs_equal_transformers(tmp_path: Path) -> None:
             assert (found[start + 1 : end] - expected).abs().mean() < 0.05
     finally:
         platform.shutdown()
+
+
+def test_a_background_save_reads_what_was_there() -> None:
+    tensors = [torch.full((1 << 24,), value, dtype=torch.uint8, device="cuda") for value in range(8)]
+    staging = Staging()
+    for change in range(4):
+        held = staging.hold(tensors)
+
+        def read(held: HeldTensors = held) -> list[list[int]]:
+            found = []
+            for tensor in tensors:
+                target = np.empty(tensor.nbytes, np.uint8)
+                held.source(tensor).copy_to(target, 0)
+                found.append(np.unique(target).tolist())
+            return found
+
+        writer = BackgroundWriter(read)
+        held.keep()
+        for tensor in tensors:
+            tensor.add_(1)
+        assert writer.result() == [[value + change] for value in range(8)]
 
 
 def test_the_pipeline_trains_in_bfloat16(tmp_path: Path) -> None:

@@ -107,6 +107,10 @@ class Scenarios:
         self.cluster.start(lost)
         return self.end(run_dir, job, printed)
 
+    def crash(self) -> Outcome:
+        """A rank of the second node is killed in the middle of a step."""
+        return self.end(*self.submit_ppo("crash", "+cluster.env.ALIGNER_FAULT='train_policy:4:3:kill'"))
+
     def cancel(self) -> Outcome:
         """Cancelled by a person."""
         run_dir, job, printed = self.submit_ppo("cancel", holds=True)

@@ -13,7 +13,7 @@ from tests.slurm.scenarios import STEPS, TIMEOUT_S, Outcome, Scenarios
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1200)]
 # In the order in which their jobs are submitted: the one that has to wait for its time limit first.
-NAMES = ("limit", "straight", "stop", "node", "cancel", "crashing", "chained", "refused")
+NAMES = ("limit", "straight", "stop", "node", "crash", "cancel", "crashing", "chained", "refused")
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +92,13 @@ def test_lost_node_requeues_and_continues(jobs: dict[str, Future[Outcome]], stra
     assert outcome.event_names == ["started", "requeued", "started", "finished"]
     assert outcome.facts["Restarts"] == "1"
     assert "Slurm starts this job again by itself" in outcome.log
+
+
+def test_killed_rank_ends_all_requeues_and_continues(jobs: dict[str, Future[Outcome]], straight: Outcome) -> None:
+    outcome = jobs["crash"].result(TIMEOUT_S)
+    assert_like(outcome, straight)
+    assert outcome.event_names == ["started", "requeued", "started", "finished"]
+    assert outcome.facts["Restarts"] == "1" and outcome.status["crashes"] == 1 and outcome.status["restarts"] == 1
 
 
 def test_cancelled_job_is_saved_and_not_requeued(jobs: dict[str, Future[Outcome]], straight: Outcome) -> None:
