@@ -39,8 +39,8 @@ class Moment:
     aimed_at: str  # "time" | "save"
     rank: int
     seconds: float  # after training began
-    phase: str  # what the disk shows: "before training" | "between saves" | "inside a save"
-    checkpoints: int  # complete ones at the kill
+    phase: str  # what the disk shows: "between saves" | "inside a save"
+    checkpoints: int  # complete ones after the kill, verified by their checksums
     steps_done: int  # of the newest
 
 
@@ -84,8 +84,8 @@ def command(files: Files, run_dir: Path, layout: str) -> list[str]:
     return [sys.executable, "-m", "aligner", "ppo", *words]
 
 
-def torture(directory: Path, files: Files, layout: str, kills: int, seed: int) -> list[Moment]:
-    """``kills`` moments in as many runs as they need; every run must end like the undisturbed one.
+def torture(directory: Path, files: Files, layout: str, kills: int, seed: int) -> tuple[list[Moment], int]:
+    """``kills`` moments in as many runs as they need, and the number of these; all must end like the undisturbed one.
 
     Raises AssertionError for a lost or damaged checkpoint, a life that does not go on, and another result.
     """
@@ -93,6 +93,7 @@ def torture(directory: Path, files: Files, layout: str, kills: int, seed: int) -
     straight = directory / f"straight-{layout}"
     seconds = _undisturbed(command(files, straight, layout), straight)
     moments: list[Moment] = []
+    runs = 0
     while len(moments) < kills:
         run_dir = directory / f"killed-{layout}-{len(moments)}"
         words = command(files, run_dir, layout)
@@ -105,7 +106,8 @@ def torture(directory: Path, files: Files, layout: str, kills: int, seed: int) -
         _run_to_the_end(words, run_dir)
         assert_same_run(run_dir, straight, STEPS)
         shutil.rmtree(run_dir)
-    return moments
+        runs += 1
+    return moments, runs
 
 
 def _undisturbed(words: Sequence[str], run_dir: Path) -> float:
@@ -140,7 +142,9 @@ def _kill_once(
     after = _complete(run_dir)
     assert before <= after, f"checkpoints {sorted(before - after)} are lost"
     for name in after:
-        manifest.read(run_dir / "checkpoints" / name)
+        path = run_dir / "checkpoints" / name
+        problems = [manifest.file_problem(path, file, entry) for file, entry in manifest.read(path).files.items()]
+        assert not any(problems), f"{path} is damaged: {problems}"
     newest = max((int(name.removeprefix("step_")) for name in after), default=0)
     phase = "inside a save" if inside else "between saves"
     return Moment(layout, aim, rank, round(time.monotonic() - began, 2), phase, len(after), newest)

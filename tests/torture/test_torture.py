@@ -13,5 +13,6 @@ from tests.torture.harness import prepare, torture
 @pytest.mark.timeout(900)
 def test_random_kills_change_nothing(tmp_path: Path) -> None:
     files = prepare(tmp_path)
-    assert len(torture(tmp_path, files, "dp2", kills=3, seed=1)) == 3
-    assert len(torture(tmp_path, files, "tp2", kills=2, seed=2)) == 2
+    for layout, kills, seed in (("dp2", 3, 1), ("tp2", 2, 2)):
+        moments, runs = torture(tmp_path, files, layout, kills, seed)
+        assert len(moments) == kills and runs
