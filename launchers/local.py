@@ -74,7 +74,7 @@ def launch(
             codes = {rank: _known_hang(rank, code, run_dir) for rank, code in codes.items()}
             rank, code = _cause(codes)
             if on_failure is not None and _may_pass(code) and not (rank == 0 and code in (BUG, RANK_FAILURE)):
-                on_failure(_what_happened(rank, code), _exit_code(code))
+                on_failure(_what_happened(codes), _exit_code(code))
             now = time.monotonic()
             restarts = [then for then in restarts if now - then < restart_window]
             if forwarding.asked or not _may_pass(code) or len(restarts) >= max_restarts:
@@ -85,7 +85,7 @@ def launch(
             count += 1
             _keep_errors(run_dir, count)
             print(
-                f"{_what_happened(rank, code)}; restart {len(restarts)} of {max_restarts} from the last checkpoint",
+                f"{_what_happened(codes)}; restart {len(restarts)} of {max_restarts} from the last checkpoint",
                 file=sys.stderr,
                 flush=True,
             )
@@ -181,10 +181,14 @@ def _cause(exit_codes: Mapping[int, int]) -> tuple[int, int]:
     return min(exit_codes.items(), key=weight)
 
 
-def _what_happened(rank: int, code: int) -> str:
+def _what_happened(exit_codes: Mapping[int, int]) -> str:
+    rank, code = _cause(exit_codes)
     if code < 0:
         return f"rank {rank} was killed by {signal.Signals(-code).name}"
-    return f"rank {rank} " + {BUG: "failed", HUNG: "hung", RANK_FAILURE: "lost another rank"}[code]
+    if code == HUNG:  # who waits for a rank that hangs gives no sign of life either: their stacks tell them apart
+        ranks = [str(rank) for rank, code in sorted(exit_codes.items()) if code == HUNG]
+        return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} hung"
+    return f"rank {rank} " + {BUG: "failed", RANK_FAILURE: "lost another rank"}[code]
 
 
 def _explain(exit_codes: Mapping[int, int], run_dir: Path) -> int:
@@ -196,7 +200,7 @@ def _explain(exit_codes: Mapping[int, int], run_dir: Path) -> int:
             print(f"error: rank {rank} failed; its traceback is in {marker}", file=sys.stderr)
         return code
     hint = "; the machine may have run out of memory" if code == -signal.SIGKILL else ""
-    print(f"error: {_what_happened(rank, code)}{hint}", file=sys.stderr)
+    print(f"error: {_what_happened(exit_codes)}{hint}", file=sys.stderr)
     return _exit_code(code)
 
 

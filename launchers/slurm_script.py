@@ -130,7 +130,7 @@ def _srun_options(job: Job) -> list[str]:
     if cluster.container.runtime == "pyxis":
         options += [
             f"--container-image={cluster.container.image}",
-            f"--container-mounts={','.join(_mounts(job))}",
+            f"--container-mounts={','.join(mounts(job))}",
             f"--container-workdir={job.work_dir}",
         ]
     return options
@@ -141,12 +141,12 @@ def _apptainer(job: Job) -> list[str]:
     if container.runtime != "apptainer":
         return []
     words = ["apptainer", "exec", *(["--nv"] if job.cluster.gpus_per_node else [])]
-    for mount in _mounts(job):
+    for mount in mounts(job):
         words += ["--bind", mount]
     return [*words, "--pwd", str(job.work_dir), str(container.image)]
 
 
-def _mounts(job: Job) -> list[str]:
+def mounts(job: Job) -> list[str]:
     """Working directory and run directory at their own places, then those of the configuration."""
     own = [job.work_dir] if job.run_dir.is_relative_to(job.work_dir) else [job.work_dir, job.run_dir]
     for path in own:

@@ -122,7 +122,7 @@ class HeldTensors:
         self._unread = Counter(_place(tensor) for tensor in tensors if tensor.nbytes)  # times it is still to be read
         self._buffer = buffer
         self._is_kept = False
-        self._stream = _stream_beside() if any(tensor.is_cuda for tensor in tensors) else None
+        self._on_side_stream = platform.SideStream()
         self._lock = threading.Lock()
 
     def source(self, tensor: torch.Tensor) -> HeldBytes:
@@ -152,7 +152,7 @@ class HeldTensors:
                     del self._unread[place]
 
     def _copy(self, target: np.ndarray, tensor: torch.Tensor) -> None:
-        with torch.cuda.stream(self._stream):  # None: nothing to do
+        with self._on_side_stream():
             copy_bytes(target, tensor)
 
 
@@ -166,13 +166,6 @@ class HeldBytes:
 
     def copy_to(self, target: np.ndarray, start: int) -> None:
         self.held._read(self.place, start, target)
-
-
-def _stream_beside() -> torch.cuda.Stream:
-    """Begins behind what has been queued; copies on it do not wait for what training queues later."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    return stream
 
 
 def _place(tensor: torch.Tensor) -> Place:

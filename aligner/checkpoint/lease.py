@@ -338,12 +338,16 @@ def _process_started(pid: int) -> str | None:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:  # there is none, or it is another user's and hidden, or this system has no /proc
-        return "" if process_exists(pid) else None
+        return "" if _has_id(pid) else None
     return None if fields[0] in "ZX" else fields[19]
 
 
 def process_exists(pid: int) -> bool:
-    """Whether a process of this machine has the id, whoever owns it."""
+    """Whether a process of this machine with the id lives, whoever owns it."""
+    return _process_started(pid) is not None
+
+
+def _has_id(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -71,5 +71,6 @@ def help_text() -> str:
         "",
         "exit codes: 0 success",
         *(f"  {code:>3}  {meaning}" for code, meaning in exit_codes.MEANINGS.items()),
+        "  128+N  a rank was ended by signal N (137: SIGKILL, as when memory runs out)",
     ]
     return "\n".join(lines)

@@ -10,6 +10,7 @@ A stop request that all ranks agreed on (:class:`~aligner.distributed.stop.Stopp
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -38,7 +39,10 @@ from launchers.local import LAUNCHER_PID
 _OTHER_RANK_DELAY_S = 1.0
 _FOLLOWER_DELAY_S = 3.0
 _PARENT_POLL_S = 1.0
+_ORPHANED = "the launcher is gone, so its ranks end"
 _LONGEST_REASON = 1000  # characters
+
+_launcher: int | None = None  # process id of the launcher, while this process is a rank of it
 
 
 def run_rank(root: Any, body: Callable[[Any, RunContext], None]) -> int:
@@ -52,7 +56,7 @@ def run_rank(root: Any, body: Callable[[Any, RunContext], None]) -> int:
     signals = StopSignals()
     signals.install()
     release_stop_requests()
-    end_with_launcher()
+    end_with_launcher(given)
     step, reason = None, "finished"
     failure: AlignerError | None = None
     try:
@@ -75,13 +79,15 @@ def run_rank(root: Any, body: Callable[[Any, RunContext], None]) -> int:
             code = _report_bug(context.run_dir if context else root.run.dir)
     else:
         code = 0
+    agreed = code in (0, exit_codes.STOPPED, exit_codes.STOPPED_RESTART)
+    if not agreed and _is_orphan():  # its other ranks are ending too, which may have been what failed here
+        code, reason = exit_codes.INTERRUPTED, _ORPHANED
     _close(root, context, step, reason, code)
     if failure is not None:
         if is_new and platform.rank() == 0:
             tidy_up(context.run_dir if context else given)
         signals.uninstall()  # from here on the launcher's SIGTERM ends this rank: another has said why
         _report_error(failure)
-    agreed = code in (0, exit_codes.STOPPED, exit_codes.STOPPED_RESTART)
     if platform.world_size() > 1 and not agreed:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -120,20 +126,29 @@ def _close(root: Any, context: RunContext | None, step: int | None, reason: str,
     context.held.close()
 
 
+def _is_orphan() -> bool:
+    return _launcher is not None and os.getppid() != _launcher
+
+
 def _in_one_line(reason: str) -> str:
     return " ".join(line.strip() for line in reason.splitlines())[:_LONGEST_REASON]
 
 
-def end_with_launcher() -> None:
+def end_with_launcher(run_dir: Path | None = None) -> None:
     """Under ``aligner``'s own launcher: leave when it is gone, even by SIGKILL; no rank trains on as an orphan."""
+    global _launcher
     launcher = os.environ.get(LAUNCHER_PID, "")
     if not launcher.isdigit() or os.getppid() != int(launcher):
         return
+    _launcher = int(launcher)
 
     def watch() -> None:
-        while os.getppid() == int(launcher):
+        while not _is_orphan():
             time.sleep(_PARENT_POLL_S)
-        print("error: the launcher is gone, so its ranks end", file=sys.stderr, flush=True)
+        print(f"error: {_ORPHANED}", file=sys.stderr, flush=True)
+        if platform.rank() == 0 and run_dir is not None and run_dir.is_dir():
+            with contextlib.suppress(OSError):
+                lives.end_life(run_dir, step=None, reason=_ORPHANED, exit_code=exit_codes.INTERRUPTED)
         os._exit(exit_codes.INTERRUPTED)
 
     threading.Thread(target=watch, daemon=True, name="end-with-launcher").start()

@@ -20,7 +20,7 @@ from aligner.checkpoint import manifest
 from aligner.checkpoint.lease import LEASE_FILE, STALE_AFTER_S, process_exists
 from aligner.cli.options import OptionParser
 from aligner.config.run_file import CONFIG_FILE
-from aligner.errors import CheckpointError
+from aligner.errors import CheckpointError, ConfigError, DataError, ModelError
 from aligner.monitoring import lives
 from aligner.monitoring.lives import Life
 from aligner.monitoring.logger import METRICS_FILE
@@ -31,6 +31,7 @@ from launchers.slurm_script import FOLDER, LOG_FILE
 
 CRASHES_FILE = "slurm_crashes.txt"
 CHECKPOINTS_DIRECTORY = "checkpoints"
+_REFUSALS = (ConfigError.exit_code, DataError.exit_code, ModelError.exit_code, CheckpointError.exit_code)
 _RECENT_STEPS = 10  # whose median duration the forecast is made of
 _SHOWN_METRICS = 6
 _QUIET = ("timers/", "memory/", "throughput/", "checkpoint/", "consumed_samples")
@@ -38,7 +39,10 @@ _QUIET = ("timers/", "memory/", "throughput/", "checkpoint/", "consumed_samples"
 
 @dataclass(frozen=True)
 class Status:
-    """``state``: running | waiting | finished | stopped | failed | killed | new. Times: seconds since the epoch."""
+    """``state``: running | waiting | finished | stopped | failed | killed | new. Times: seconds since the epoch.
+
+    ``last_end``: of the last life that trained; ``refused``: of an attempt after it that was refused.
+    """
 
     run: str
     command: str | None
@@ -55,6 +59,7 @@ class Status:
     restarts: int
     crashes: int
     last_end: dict[str, Any] | None
+    refused: dict[str, Any] | None
     job: dict[str, str] | None = field(default=None)
 
 
@@ -78,7 +83,8 @@ def read_status(run_dir: Path) -> Status:
         raise CheckpointError(f"{run_dir} is not a directory; give the run.dir of a run")
     command, max_steps = _read_config(run_dir)
     rows = _read_rows(run_dir)
-    all_lives = lives.read_lives(run_dir)
+    recorded = lives.read_lives(run_dir)
+    all_lives, refused = _without_refused(recorded, rows)
     events = slurm.read_events(run_dir)
     if command is None and not rows and not all_lives and not events:
         raise CheckpointError(
@@ -102,10 +108,11 @@ def read_status(run_dir: Path) -> Status:
         metrics={k: v for k, v in rows[-1].items() if k not in ("step", "time")} if rows else {},
         metrics_time=rows[-1].get("time") if rows else None,
         checkpoint=_checkpoint(run_dir),
-        lives=len(all_lives),
-        restarts=lives.restarts(all_lives),
+        lives=len(recorded),
+        restarts=lives.restarts(recorded),
         crashes=_count_lines(run_dir / CRASHES_FILE),
         last_end=_last_end(all_lives),
+        refused=_last_end(refused),
         job=_job(job, facts),
     )
 
@@ -165,6 +172,17 @@ def _last_end(all_lives: Sequence[Life]) -> dict[str, Any] | None:
         if life.end_time is not None:
             return {"time": life.end_time, "reason": life.reason, "exit_code": life.exit_code, "step": life.step}
     return None
+
+
+def _without_refused(
+    recorded: Sequence[Life], rows: Sequence[Mapping[str, Any]]
+) -> tuple[Sequence[Life], Sequence[Life]]:
+    """The lives up to the last that trained, and the attempts after it that were refused; they changed nothing."""
+    logged = max((row["time"] for row in rows if isinstance(row.get("time"), (int, float))), default=0.0)
+    end = len(recorded)
+    while end > 1 and recorded[end - 1].exit_code in _REFUSALS and recorded[end - 1].start_time > logged:
+        end -= 1
+    return recorded[:end], recorded[end:]
 
 
 def _step_seconds(rows: Sequence[Mapping[str, Any]]) -> float | None:
@@ -253,6 +271,8 @@ def to_text(status: Status, now: float) -> str:
         after = f" after step {end['step']}" if end["step"] is not None else ""
         code = f", exit code {end['exit_code']}" if end["exit_code"] is not None else ""
         lines.append(("last end", f"{end['reason']}{after}{code}, {_duration(now - end['time'])} ago"))
+    if status.refused:
+        lines.append(("refused", f"{status.refused['reason']}, {_duration(now - status.refused['time'])} ago"))
     return "\n".join(f"{name:<10}  {text}" for name, text in lines)
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from aligner.config.cluster import ClusterConfig, SubmitRoot, check_cluster, ran
 from aligner.config.compose import compose, compose_unresolved, config_groups, quote_override
 from aligner.config.run_file import check_run_owner
 from aligner.config.schema import ROOTS
+from aligner.config.section import to_container
 from aligner.errors import ConfigError, RunInUseError
 from launchers import slurm
-from launchers.slurm_script import Job, render
+from launchers.slurm_script import Job, mounts, render
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -71,7 +73,30 @@ def prepare(command: str, overrides: Sequence[str], config_dirs: Sequence[Path])
     for word in words:
         if not word.isprintable():
             raise ConfigError(f"{word!r}: only printable characters can stand in the command of a job")
-    return Job(cluster, tuple(words), run_dir, Path.cwd())
+    job = Job(cluster, tuple(words), run_dir, Path.cwd())
+    if cluster.container.runtime != "none":
+        _warn_of_unseen_paths(job, to_container(root))
+    return job
+
+
+def _warn_of_unseen_paths(job: Job, values: Mapping[str, Any]) -> None:
+    """Say which paths of the configuration exist here, but not in the job's container."""
+    targets = [mount.split(":")[1] for mount in mounts(job)]
+    told: set[Path] = set()  # keys share paths
+    for key, text in _texts(values):
+        path = Path(text.partition(":")[0]).absolute()  # of file.py:function the file
+        if path in told or not path.exists() or any(path.is_relative_to(target) for target in targets):
+            continue
+        told.add(path)
+        print(f"warning: {key}: {path} is on no mount of the container; see cluster.container.mounts", file=sys.stderr)
+
+
+def _texts(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _texts(value, f"{prefix}{name}.")
+        elif isinstance(value, str) and value:
+            yield f"{prefix}{name}", value
 
 
 def _world_size(root: Any, cluster: ClusterConfig) -> int:

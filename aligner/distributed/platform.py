@@ -6,8 +6,10 @@ import os
 import subprocess
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,6 +74,22 @@ def synchronize() -> None:
     """Wait until the device has done all that this process gave it; nothing to wait for on a CPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+class SideStream:
+    """A device stream that begins behind what has been queued, and does not wait for what training queues later.
+
+    ``with stream():`` around copies, as often as needed. Without a device there is nothing to do.
+    """
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        """What is queued inside goes to this stream."""
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
 
 def peak_device_memory_gib() -> float | None:

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from aligner.checkpoint.lease import process_exists
+from aligner.cli.status import read_status
 from aligner.monitoring.lives import read_lives
 from tests.e2e.pipeline import assert_same_run, metrics, overrides, write_chat_model, write_data
+from tests.slurm.cluster import wait_for
 
 STEPS = 3
 REWARD = """
@@ -28,8 +31,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def ppo(base: Path, run_dir: Path, *more: str, fault: str = "") -> subprocess.CompletedProcess[str]:
-    words = overrides(
+def words(base: Path, run_dir: Path, *more: str) -> list[str]:
+    return overrides(
         "ppo",
         run_dir,
         base / "model",
@@ -44,8 +47,11 @@ def ppo(base: Path, run_dir: Path, *more: str, fault: str = "") -> subprocess.Co
         f"trainer.max_steps={STEPS}",
         *more,
     )
+
+
+def ppo(base: Path, run_dir: Path, *more: str, fault: str = "") -> subprocess.CompletedProcess[str]:
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "ALIGNER_FAULT": fault}
-    command = [sys.executable, "-m", "aligner", "ppo", *words]
+    command = [sys.executable, "-m", "aligner", "ppo", *words(base, run_dir, *more)]
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
 
 
@@ -90,6 +96,22 @@ def test_a_full_disk_costs_one_checkpoint(base: Path, straight: Path, tmp_path: 
     published = sorted(path.name for path in (run_dir / "checkpoints").glob("*step_*"))
     assert published == ["step_00000002", "step_00000003"]
     assert_same_run(run_dir, straight, STEPS)
+
+
+def test_ranks_of_a_killed_launcher_end_and_say_so(base: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "ALIGNER_FAULT": "rollout:2:1:hang"}
+    launcher = subprocess.Popen([sys.executable, "-m", "aligner", "ppo", *words(base, run_dir)], env=variables)
+    try:
+        wait_for(lambda: (run_dir / "faults").is_dir(), 120, "the fault has happened")
+    finally:
+        launcher.kill()
+        launcher.wait()
+    (life,) = read_lives(run_dir)
+    wait_for(lambda: not process_exists(life.pid), 30, "rank 0 has ended")
+    (life,) = read_lives(run_dir)
+    assert (life.reason, life.exit_code) == ("the launcher is gone, so its ranks end", 130)
+    assert read_status(run_dir).state == "failed"
 
 
 TP2 = "critic.parallel.tensor_model_parallel_size=2"

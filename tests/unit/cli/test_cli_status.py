@@ -97,6 +97,30 @@ def test_killed(run: Path) -> None:
     assert read_status(run).state == "killed"
 
 
+def test_a_dead_process_that_nobody_has_waited_for_is_killed(run: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.read() == b""
+        start(run, pid=process.pid)
+        deadline = time.monotonic() + 30
+        while read_status(run).state != "killed" and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert read_status(run).state == "killed" and process.returncode is None
+
+
+def test_a_refused_attempt_is_not_the_end_of_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start(run, pid=1)
+    line(run, "end", pid=1, reason="finished", exit_code=0, step=4)
+    later = time.time() + 60
+    for _ in range(2):
+        start(run, time=later)
+        line(run, "end", time=later, reason="ConfigError: no", exit_code=2, step=None)
+    status = read_status(run)
+    assert (status.state, status.lives, status.restarts) == ("finished", 3, 0)
+    assert status.last_end is not None and status.last_end["reason"] == "finished"
+    assert main(["status", str(run)]) == 0
+    assert "refused     ConfigError: no, " in capsys.readouterr().out
+
+
 def test_elsewhere_the_lease_tells(run: Path) -> None:
     start(run, host="elsewhere", pid=1)
     assert read_status(run).state == "killed"

@@ -66,6 +66,20 @@ def test_dry_run_prints_the_script_and_asks_nobody(fake: FakeSlurm, capsys: pyte
     assert not fake.calls and not Path("runs").exists()
 
 
+def test_paths_outside_the_container_are_told(
+    fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other").mkdir()
+    words = ["cluster=gpu_pyxis", "data.global_batch_size=8", f"model.tokenizer={tmp_path}/other", "--dry-run"]
+    assert submit(*words) == 0
+    told = capsys.readouterr().err
+    path = f"{tmp_path}/other"
+    assert told == f"warning: model.tokenizer: {path} is on no mount of the container; see cluster.container.mounts\n"
+    assert submit(*words, f"cluster.container.mounts=['{tmp_path}:{tmp_path}:ro']") == 0
+    assert submit("cluster=local_slurm", f"model.tokenizer={tmp_path}/other", "--dry-run") == 0
+    assert not capsys.readouterr().err
+
+
 def test_test_only_submits_nothing(fake: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     assert submit("cluster=local_slurm", "--test-only") == 0
     assert "Job 99 to start at once" in capsys.readouterr().out
