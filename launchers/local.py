@@ -44,7 +44,7 @@ def launch(
     max_restarts: int = 0,
     restart_window: float = 3600.0,
     stop_grace: float = 600.0,
-    on_failure: Callable[[str, int], None] | None = None,
+    on_failure: Callable[[str, int, float], None] | None = None,
 ) -> int:
     """Run ``python -m module *arguments`` as ``ranks`` ranks and wait; returns the exit code of the job.
 
@@ -54,7 +54,8 @@ def launch(
         threads: CPU threads a rank; None: cores // ranks, unless OMP_NUM_THREADS is set.
         run_dir: where ranks leave their tracebacks; messages name it.
         max_restarts: within ``restart_window`` seconds, after a death that may not happen again.
-        on_failure: told what has happened, in words, and its exit code, where rank 0 could not record that itself.
+        on_failure: told what has happened, in words, its exit code, and when the ranks were started (seconds since the
+            epoch), where rank 0 could not record that itself.
         stop_grace: seconds from a forwarded signal to SIGKILL. A second SIGINT kills at once.
     """
     command = ["-m", module, *arguments]
@@ -62,6 +63,7 @@ def launch(
     count = 0
     with StopForwarding(stop_grace) as forwarding, _silent_logging():
         while True:
+            began = time.time()
             with _environment(rank_threads(ranks, threads), count):
                 codes = _one_life(command, ranks, forwarding)
             if forwarding.at_once:
@@ -74,7 +76,7 @@ def launch(
             codes = {rank: _known_hang(rank, code, run_dir) for rank, code in codes.items()}
             rank, code = _cause(codes)
             if on_failure is not None and _may_pass(code) and not (rank == 0 and code in (BUG, RANK_FAILURE)):
-                on_failure(_what_happened(codes), _exit_code(code))
+                on_failure(_what_happened(codes), _exit_code(code), began)
             now = time.monotonic()
             restarts = [then for then in restarts if now - then < restart_window]
             if forwarding.asked or not _may_pass(code) or len(restarts) >= max_restarts:

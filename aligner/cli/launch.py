@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -57,8 +58,13 @@ def run_command(command: str, arguments: Sequence[str]) -> int:
             from launchers.local import launch
 
             words = [command, *overrides, *(f"--config-dir={path}" for path in config_dirs)]
-            supervision["on_failure"] = lambda reason, code: tell_cause(Path(run_dir), reason=reason, exit_code=code)
-            return launch("aligner", words, root.trainer.devices, root.trainer.threads, Path(run_dir), **supervision)
+
+            def record(reason: str, exit_code: int, since: float) -> None:
+                with suppress(OSError):  # a full disk is no reason not to start the ranks again
+                    tell_cause(Path(run_dir), reason=reason, exit_code=exit_code, since=since)
+
+            devices, threads = root.trainer.devices, root.trainer.threads
+            return launch("aligner", words, devices, threads, Path(run_dir), on_failure=record, **supervision)
         os.environ.setdefault("OMP_NUM_THREADS", str(root.trainer.threads or len(os.sched_getaffinity(0))))
         root = compose(command, overrides, config_dirs)
         hold_stop_requests()

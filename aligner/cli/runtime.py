@@ -134,7 +134,7 @@ def _in_one_line(reason: str) -> str:
     return " ".join(line.strip() for line in reason.splitlines())[:_LONGEST_REASON]
 
 
-def end_with_launcher(run_dir: Path | None = None) -> None:
+def end_with_launcher(run_dir: Path | None) -> None:
     """Under ``aligner``'s own launcher: leave when it is gone, even by SIGKILL; no rank trains on as an orphan."""
     global _launcher
     launcher = os.environ.get(LAUNCHER_PID, "")

@@ -65,9 +65,14 @@ def end_life(run_dir: Path, *, step: int | None, reason: str, exit_code: int) ->
     _append(run_dir, "end", step=step, reason=reason, exit_code=exit_code)
 
 
-def tell_cause(run_dir: Path, *, reason: str, exit_code: int) -> None:
-    """Record why the newest life has ended: for its launcher, when another rank than rank 0 was the first to fail."""
-    if (run_dir / LIVES_FILE).exists():
+def tell_cause(run_dir: Path, *, reason: str, exit_code: int, since: float) -> None:
+    """Record why the newest life has ended: for its launcher, when another rank than rank 0 was the first to fail.
+
+    Ranks that were started at ``since`` (seconds since the epoch) may have died before their life began; then there
+    is nothing to record.
+    """
+    lives = read_lives(run_dir)
+    if lives and lives[-1].start_time >= since:
         _append(run_dir, "cause", reason=reason, exit_code=exit_code)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,13 +43,15 @@ def test_only_lives_that_were_to_go_on_are_restarted(tmp_path: Path) -> None:
 
 
 def test_a_launcher_knows_the_cause(tmp_path: Path) -> None:
-    lives.tell_cause(tmp_path, reason="rank 1 was killed by SIGKILL", exit_code=137)
+    began = time.time() - 1
+    lives.tell_cause(tmp_path, reason="rank 1 was killed by SIGKILL", exit_code=137, since=began)
     assert not any(tmp_path.iterdir()), "a run that never began has no lives"
     begin_life(tmp_path, start_step=0)
     end_life(tmp_path, step=3, reason="RankFailure: lost its peers", exit_code=8)
-    lives.tell_cause(tmp_path, reason="rank 1 was killed by SIGKILL", exit_code=137)
+    lives.tell_cause(tmp_path, reason="rank 1 was killed by SIGKILL", exit_code=137, since=began)
+    lives.tell_cause(tmp_path, reason="of ranks whose life never began", exit_code=70, since=time.time() + 1)
     begin_life(tmp_path, start_step=3)
-    lives.tell_cause(tmp_path, reason="rank 0 hung", exit_code=72)
+    lives.tell_cause(tmp_path, reason="rank 0 hung", exit_code=72, since=began)
     first, second = read_lives(tmp_path)
     assert (first.reason, first.exit_code, first.step) == ("rank 1 was killed by SIGKILL", 137, 3)
     assert (second.reason, second.exit_code, second.step) == ("rank 0 hung", 72, None)
